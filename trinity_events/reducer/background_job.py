@@ -20,6 +20,7 @@ class TaskResult(Generic[T]):
 
     def __init__(self, tasks: anyio.abc.TaskGroup, call: Callable[[], Awaitable[T]]) -> None:
         self._done = anyio.Event()
+        # A list and not an optional value: None may be the result of the call.
         self._value: list[T] = []
         tasks.start_soon(self._run, call)
 
@@ -67,13 +68,19 @@ class BackgroundJob:
         """Run submitted tasks until cancelled."""
         while True:
             await self._woken.wait()
+            # Replaced before the queue is read: a task that is submitted from here on sets the new
+            # event.
             self._woken = anyio.Event()
             while (task := self._submitted) is not None:
+                # In one statement: between the two, `is_idle` would be True although a task is
+                # about to run.
                 self._submitted, self._busy = None, True
                 try:
                     await self._attempt(task)
                 finally:
                     self._busy = False
+            # An anyio event cannot be cleared: waiters get this one, and later calls wait for the
+            # next.
             self._rested.set()
             self._rested = anyio.Event()
 

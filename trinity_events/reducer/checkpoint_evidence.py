@@ -51,6 +51,7 @@ from ..system.open_folder import OpenFolder, parts_of
 
 _LONGEST_MARK = 4096
 """Bytes read of a mark; one of this program has about 80."""
+# msgspec raises UnicodeDecodeError and not its own error for text that is not UTF-8.
 _decoder = msgspec.json.Decoder(Evidence)
 
 
@@ -115,6 +116,7 @@ def join_manifest(step: int, folder: OpenFolder) -> str | None:
         sums[path] = next(iter(listed[path]))
     manifest = format_manifest(sums)
     folder.write(MANIFEST, manifest)
+    # After the manifest: a death in between leaves both, and `_listed_sums` reads both.
     folder.remove(MANIFEST_PARTS)
     return digest_manifest(manifest)
 
@@ -131,6 +133,7 @@ def _listed_sums(step: int, folder: OpenFolder) -> dict[str, set[FileSum]] | Non
             lists += [
                 (parts.path / name, parts.read(name, LONGEST_MANIFEST))
                 for name in sorted(parts.names())
+                # Unfinished files have such names until they are renamed: a saver died, or writes.
                 if not name.startswith(".")
             ]
     present = [(path, data) for path, data in lists if data is not None]
@@ -155,6 +158,8 @@ def _check_sum(step: int, folder: OpenFolder, name: str, listed: set[FileSum]) -
             reason = f"has {nbytes} bytes, and {file.bytes} were saved"
             raise NotVerified(step, folder.path / name, reason)
         return file
+    # Another process may put a link in the file's place, which leads out of the folder. A pipe
+    # there would block the reducer.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with os.fdopen(os.open(name, flags, dir_fd=folder.descriptor), "rb", buffering=0) as opened:
         file = digest_opened(opened)
@@ -176,6 +181,7 @@ def check_names(promotion: Promotion, run: Path) -> StagedFolder:
         reason = "has a name without epoch and step, so it is not used"
         raise NotVerified(step, run / promotion.staged, reason)
     added = origin if promotion.adds is None else parse_made_from(promotion.adds)
+    # The state has no epoch for promotions that earlier epochs left (`plan_files`).
     epochs = (None, origin.epoch)
     if origin.step != step or promotion.epoch not in epochs:
         reason = f"is of step {origin.step} of epoch {origin.epoch} by its name"

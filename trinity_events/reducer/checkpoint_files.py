@@ -48,6 +48,7 @@ def writable_root(root: Path) -> Path:
         if root.is_relative_to(trinity_home()):
             make_home(trinity_home())
         root.mkdir(parents=True, exist_ok=True)
+        # Permission bits show neither a read-only mount nor a full disk.
         with tempfile.TemporaryFile(dir=root):
             return root.resolve()
     except OSError as error:
@@ -106,6 +107,7 @@ class CheckpointFiles:
         Return True if any folder was promoted.
         """
         before = self.promoted
+        # Retention moves folders in a thread of its own (`CheckpointTrash.move`).
         with self.lock:
             self._forget_all_but(plan)
             for promotion in plan.promotions:
@@ -168,18 +170,23 @@ class CheckpointFiles:
         origin = check_names(promotion, self.folder)
         added = self._find_added(run, staging, promotion)
         with staging.below(name) as staged:
+            # Before the check, which looks for the saves of both kinds in this folder.
             if added is not None:
                 above, last = added
                 with above.below(last) as source:
                     _link_missing(source, staged)
             write_evidence(staged, check_promotion(promotion, origin, staged))
+            # Both marks before the rename: wherever this process dies, the final folder has them.
             staged.write(MADE_FROM, promotion.staged.encode())
         old = replaced_name(name, final)
+        # After a death between the two renames the staged folder is still there: the next call
+        # completes the promotion.
         if there:
             run.rename(final, staging, old)
         staging.rename(name, run, final)
         if added is not None:
             staging.remove(old if added[0] is run else added[1])
+        # A rename lasts through a crash of the host only once its folder is synced.
         run.sync()
         return True
 
@@ -316,6 +323,7 @@ def _write_step(run: OpenFolder, name: str, step: int) -> bool:
     text = str(step).encode()
     if run.read(name, _LONGEST_STEP) == text:
         return False
+    # Writers that died left temporary files, which have random names and would add up.
     run.remove_abandoned(name)
     run.write(name, text)
     return True
@@ -340,6 +348,8 @@ def _link_missing(source: OpenFolder, target: OpenFolder) -> None:
         with target.below(*above, create=True) as own:
             for name in files:
                 if own.stat(name) is None:
+                    # A link takes no space and no time, and `source` stays whole if this process
+                    # dies.
                     os.link(
                         name,
                         name,

@@ -62,6 +62,7 @@ class CheckpointRetention:
         # Marks of a leader that died: this leader decides again.
         await self._log.clear_deleting(self._token)
         while True:
+            # Before the clean-up: a step that becomes ready during it starts the next one at once.
             seen = self._progress(state)
             try:
                 await self.clean_up(state)
@@ -93,6 +94,8 @@ class CheckpointRetention:
         if steps:
             doomed = await self._log.mark_deleting(self._token, steps)
             try:
+                # With the inodes that were judged: a folder made again under the name meanwhile is
+                # another.
                 await self._remove({step: made[step] for step in sorted(doomed)})
             finally:
                 # Also on cancellation: a mark that stays would lock readers out.
@@ -151,6 +154,7 @@ def left_behind(
             continue
         over = _is_over(state, folder)
         if folder.replaced is not None:
+            # Without a limit no checkpoint is removed, and neither are the earlier files of one.
             over = keep > 0 and folder.replaced not in made
         if over:
             abandoned.append(folder)
@@ -159,9 +163,11 @@ def left_behind(
 
 def _is_over(state: MonitorState, folder: StagedFolder) -> bool:
     if folder.epoch != state.epoch:
+        # A folder of a later epoch is in use: the fold has not come to its opening yet.
         return folder.epoch < state.epoch
     step_state = state.steps.get(folder.step)
     if step_state is None:
+        # A step that the state lacks was settled and dropped, or it has no event yet.
         return folder.step <= state.forgotten_through
     if any(attempt.slot.step == folder.step for attempt in state.attempts.values()):
         return False

@@ -156,7 +156,11 @@ class CheckpointTrash:
                 if trash and fence is not None and trash.is_folder(name):
                     ours = fence == self._token
                     with trash.below(name) as folder:
+                        # By ctime, which the rename into the trash set; it leaves the mtime of the
+                        # folder.
                         age = time.time() - os.fstat(folder.descriptor).st_ctime
+                    # Another leader may be between its rename and its second mark, and restore the
+                    # folder.
                     if ours or age > self._restore_grace:
                         names.append(name)
         return names
@@ -167,6 +171,7 @@ class CheckpointTrash:
             trash.remove(name)
 
     def _move(self, run: OpenFolder, name: str, folder: OpenFolder | None = None) -> str:
+        # Nanoseconds, as one step may be saved and removed more than once in a lead.
         moved = trashed_name(name, time.time_ns(), self._token)
         with run.below(TRASH, create=True) as trash:
             (folder or run).rename(name, trash, moved)
@@ -196,6 +201,7 @@ def _has_inode(folder: OpenFolder, name: str, identity: int) -> bool:
 
 def _last_change(folder: OpenFolder) -> float:
     """Return the time of the folder's last change or rename, by the file system's clock."""
+    # By ctime: a rename changes no mtime, and a folder that just came here counts as changed.
     newest = os.fstat(folder.descriptor).st_ctime
     for _, below in folder.walk():
         for name in below.names():

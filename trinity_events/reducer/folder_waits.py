@@ -49,6 +49,7 @@ class FolderWaits:
             if live.state.epoch != epoch:  # it forgets all waits
                 reports, epoch = {}, live.state.epoch
             events = self._changes(reports, anyio.current_time())
+            # The end of a run forgets its waits in the fold, and a report would open one again.
             for event in events if live.state.closed is None else ():
                 if await self._publisher.publish(event, live.state, epoch) is None:
                     return
@@ -59,6 +60,7 @@ class FolderWaits:
         faults, events = dict(self._faults()), list[Event]()
         for name in [name for name in reports if name not in faults]:
             gone = reports.pop(name)
+            # Empty until the first report: a fault that ended before it leaves no event.
             if gone.what:
                 seconds = now - gone.since
                 events.append(WaitEnded(wait_id=gone.wait_id, outcome="over", seconds=seconds))

@@ -49,12 +49,16 @@ class IdleGroups:
                 if not group.caught_up
             }
             for stream, group in groups:
+                # A group that is caught up is not in the mapping: its silence is 0, and it is never
+                # detached.
                 silent = min(group.idle, now - behind_since.get((stream, group.name), now))
                 if silent < self._idle:
+                    # The member that read last stays in any case, so a single one needs no request.
                     if group.members > 1:
                         await self._log.forget_members(stream, group.name, self._idle)
                 elif not await self._detach(stream, group._replace(idle=silent), live):
                     return
+            # A quarter: a group is detached at most a quarter of its idle time late.
             await anyio.sleep(min(self._idle / 4, LONGEST_PAUSE))
 
     async def _detach(self, stream: Stream, group: GroupInfo, live: LiveState) -> bool:
@@ -82,4 +86,6 @@ class IdleGroups:
             group.idle,
             group.pending,
         )
+        # A leader that dies before this leaves the group, and the next one publishes the event
+        # again.
         return await self._log.destroy_group(stream, group.name, token=self._token)

@@ -33,11 +33,13 @@ class Leader:
             self.token, delay = await self._log.lead(self._lease)
             if self.token:
                 return self.token
+            # The rest of the other leader's lease: the server sends nothing when a key lapses.
             await anyio.sleep(delay)
 
     async def renew_until_lost(self) -> None:
         """Renew the lease until it is lost, then return."""
         while True:
+            # Three renewals in a lease: one that comes late by half a lease is still in time.
             await anyio.sleep(self._lease / 3)
             if not await self._log.renew(self.token, self._lease):
                 return
@@ -63,6 +65,8 @@ class LeaderPublisher:
 
     async def publish(self, event: Event, state: MonitorState, epoch: int) -> str | None:
         """Append the event in an epoch; return its entry id, or None if another reducer leads."""
+        # Several tasks publish here. A number that overtook a lower one would make the fold drop
+        # the lower one as a duplicate.
         async with self._order:
             self._sequence += 1
             envelope = Envelope(

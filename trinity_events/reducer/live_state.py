@@ -26,6 +26,7 @@ class LiveState:
     async def wait_until(self, met: Callable[[MonitorState], bool]) -> None:
         """Wait until the state meets a condition."""
         while not met(self.state):
+            # Made for a waiter only: most batches have none, and the fold then makes no event.
             if self._moved is None:
                 self._moved = anyio.Event()
             await self._moved.wait()

@@ -95,14 +95,17 @@ class LogRetention:
         return True
 
     async def _archive_stream(self, stream: Stream, position: str) -> None:
+        # No load of the state reads announcements, so all of them may go to the archive.
         through = position if stream is Stream.EVENTS else await self._log.last_id(stream)
         (after, after_gap), segment_count = await self._find_start(stream), 0
         while segment := await self._segment(stream, after, through):
             add = partial(self._archive.add, stream, segment, after, after_gap=after_gap)
             await anyio.to_thread.run_sync(add)
             after, after_gap, segment_count = segment[-1].id, False, segment_count + 1
+            # A long backlog frees the server's memory on the way, and not at its end.
             if segment_count % self._limits.segments_per_trim == 0:
                 await self._trim(stream, position)
+        # After the segment is on the disk: no entry is ever in neither place (invariant 8).
         await self._trim(stream, position)
 
     async def _find_start(self, stream: Stream) -> tuple[str, bool]:

@@ -48,7 +48,9 @@ from .timekeeper import Timekeeper
 
 logger = logging.getLogger(__name__)
 
+# Every error of the client, not lost connections alone: a reply such as OOM passes, too.
 ABSENCE: tuple[type[Exception], ...] = (redis.RedisError, *CONNECTION_ERRORS)
+# The log raises some of the server's replies as its own errors, such as KeyConflict.
 IN_THE_WAY: tuple[type[Exception], ...] = (*ABSENCE, TrinityError)
 BREAK = 1.0
 """Longest pause before an unreachable server is tried again, in seconds."""
@@ -71,6 +73,7 @@ async def reduce_run(
     """
     log = RedisEventLog(client, run_id)
     server = "" if root is None else address_of(client)  # for the mark in the folder
+    # One object for all leads: the position of the last one shows if the server lost entries.
     lead = _Lead(log, root, policy, server=server)
     backoff = backoff_delays(BREAK)
     while True:
@@ -85,12 +88,15 @@ async def reduce_run(
             logger.warning(
                 "run %s waits for the server: %s", run_id, reply_text(first_error(errors))
             )
+        # The next lead renumbers the log before it folds (`Reducer._load`): no user has to act.
         except* LogExhausted as errors:
             logger.warning("run %s is about to be repaired: %s", run_id, first_error(errors))
         except* TrinityError as errors:
             await lead.report_fault(first_error(errors))
         except* Exception:
             logger.exception("run %s cannot be folded", run_id)
+        # A lead that outlasted one lease was in order: pauses after the next fault begin short
+        # again.
         if anyio.current_time() - began > policy.timeouts.leader_lease:
             backoff = backoff_delays(BREAK)
         await anyio.sleep(next(backoff))
@@ -115,12 +121,15 @@ class _Lead:
             self._archive = Archive(folder, log.run_id, self._owner.claim)
         self._reached = ORIGIN
         self._token = 0
+        # One id for all reports: the fold then has one wait that is renewed, and not one for each
+        # try.
         self._fault_id = secrets.token_hex(8)
         self._report_again = -math.inf
 
     async def report_fault(self, error: BaseException) -> None:
         """Report why the run cannot be folded, also to the log as a wait; then pause."""
         logger.error("run %s cannot be folded: %s", self._log.run_id, error)
+        # A new producer: after a lost reply the numbers of the last one would be in doubt.
         publisher = LeaderPublisher(self._log, self._token)
         event = WaitStarted(
             wait_id=self._fault_id,
@@ -130,6 +139,7 @@ class _Lead:
         with suppress(*IN_THE_WAY):
             if anyio.current_time() >= self._report_again:
                 epoch = await self._log.newest_epoch()
+                # There is no folded state here. The publisher reads only the run's id of it.
                 await publisher.publish(event, MonitorState(run_id=self._log.run_id), epoch)
                 self._report_again = anyio.current_time() + RENEWAL
         await anyio.sleep(self._policy.timeouts.fault_retry)
@@ -151,28 +161,37 @@ class _Lead:
                     await leader.renew_until_lost()
                     tasks.cancel_scope.cancel()
 
+                # Before the folder is claimed, which may take longer than a lease (`_own`).
                 tasks.start_soon(renew)
                 if self._owner is not None and self._files is not None:
                     await self._own(self._owner, self._files)
                     await self._set_leader_folder(self._files, token)
                 if retention is not None:
+                    # Before the fold loads its state, which may read the archive: both must be of
+                    # one log.
                     await retention.begin()
                 closed = await reducer.run(until_closed=until_closed)
                 tasks.cancel_scope.cancel()
         finally:
+            # Also after an error: the next lead compares it with the log that it finds.
             self._reached = reducer.reached
+            # Shielded, so that a cancelled leader frees its lease too. A server that is away holds
+            # up the exit for a second at most.
             with anyio.CancelScope(shield=True), suppress(*IN_THE_WAY), anyio.move_on_after(1):
                 await leader.release()
         return closed
 
     async def _own(self, owner: FolderOwner, files: CheckpointFiles) -> None:
         """Mark the run's folder as this log's. Raises FolderTaken if it belongs to another log."""
+        # The identity is made of the first entry: a log without one has none yet.
         while (identity := await log_identity(self._log, owner.archive)) is None:
             await self._log.read_blocking({Stream.EVENTS: ORIGIN}, seconds=_FIRST_ENTRY, limit=1)
+        # On the server while the first entry is still there: trimming removes what it is made of.
         await self._log.store_identity(identity)
         owner.belongs(identity, self._server)
         try:
             await anyio.to_thread.run_sync(files.claim)
+        # It is an OSError, too, but no fault of the disk: the folder is another log's.
         except FolderTaken:
             raise
         except OSError as error:
@@ -260,6 +279,7 @@ def tune_process() -> None:
     connections, and a shell's default limit is 1,024 open files.
     """
     gc.collect()
+    # After the collection: a frozen object is never scanned again, not even as garbage.
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     sys.setswitchinterval(0.001)

@@ -45,6 +45,7 @@ LATE_REPORTS = 60.0
 
 An explorer ends what it generates first. Later reports wait until the run is served again.
 """
+# Seconds of the first wait while files are reconciled; each further one is twice as long.
 _SHORTEST_WAIT = 0.01
 
 
@@ -144,9 +145,11 @@ class Reducer:
         tasks.start_soon(ReportIntake(self._log, self._token).run)
         for attend in self._beside:
             tasks.start_soon(attend, self._live)
+        # An earlier leader may have died between a commit and its files.
         self._submit_reconcile(monitor.state)
         closed = await self._fold_until_closed(monitor, until_closed)
         if closed:
+            # The caller cancels the task group next, and with it what the jobs have not begun.
             await self._file_job.until_idle()
             await self._archive_job.until_idle()
         return closed
@@ -186,6 +189,7 @@ class Reducer:
                     return False
                 entries = await self._log.read(state.position, limit=limit)
             nbytes = self._batch.learn(entries)
+            # A full page: there may be more, so the next one is read while this one is folded.
             if len(entries) == limit:
                 is_behind = self._unarchived >= self._limits.unarchived_snapshots
                 if is_behind and self._is_past_the_beginning(entries[-1].id):
@@ -263,6 +267,8 @@ class Reducer:
         since.entries += len(entries)
         since.bytes += nbytes
         for number, batch in enumerate(in_turns(entries, nbytes, self._limits.turn_entries)):
+            # The first slice of a last batch is folded at once: a lone event waits for no other
+            # task.
             if number or not last:
                 await anyio.lowlevel.checkpoint()
             began = anyio.current_time()
@@ -270,11 +276,13 @@ class Reducer:
             since.seconds += anyio.current_time() - began
             step.announcements += announcements
             step.dead += starmap(DeadLetter, undecodable)
+        # The log takes a commit only from the position before it: one that came early is refused.
         if self._commit is not None and not await self._commit.result():
             return False
         self._commit = None
         if not entries:
             return True
+        # Before the commit: what the tasks append is fenced, so a lost lead makes no difference.
         self._live.notify()
         self._stale = self._stale or step.moves_files(state)
         commit = partial(self._send_commit, self._make_commit(step, state), step)
@@ -289,6 +297,7 @@ class Reducer:
         ended = state.closed is not None and step.was_closed is None
         due = ended or self._is_snapshot_due()
         if due:
+            # Even if the commit fails: the reducer is dropped then, with its counts (invariant 4).
             self._since_snapshot = Work()
         made = step.announcements
         commit = Commit(
@@ -348,6 +357,7 @@ class Reducer:
     async def _archive_through(
         self, archive: Callable[[str], Awaitable[bool]], through: str
     ) -> None:
+        # Also for an error or a cancellation: what is not archived is due again.
         failed = True
         try:
             failed = await archive(through) is False

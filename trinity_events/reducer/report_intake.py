@@ -49,6 +49,8 @@ class ReportIntake:
             reports = await self._log.read_reports(position, seconds=_BLOCK, limit=limit)
             if not reports:
                 continue
+            # A stream with the largest id takes no more entries, and a position after such ids
+            # hides all later reports.
             if not is_from_a_clock(reports[-1].id):
                 if await self._log.renumber_reports(self._token, position) is None:
                     return

@@ -80,6 +80,7 @@ class _RunSupervisor:
 
     async def _listed(self, run_id: str) -> None:
         """Serve a listed run; a run is listed again when it is opened again."""
+        # For the look alone: a run keeps no place while it is served, which may be for ever.
         async with self._looks:
             over = run_id not in self._served and await _is_over(
                 self._log(run_id), self._policy.fold.late_entries
@@ -90,6 +91,8 @@ class _RunSupervisor:
         elif run_id not in self._over | self._completed_runs:
             self._over.add(run_id)
             async with self._afterwards:
+                # While it waited for a place, the run may have been opened again and be served
+                # already.
                 if run_id in self._over:
                     self._over.discard(run_id)
                     await self._serve(run_id)
@@ -126,7 +129,10 @@ async def _is_over(log: RedisEventLog, late_entries: int) -> bool:
         decode = EnvelopeReader().decode
         for entry in late:
             monitor.fold([entry], decode)
+            # A large entry takes milliseconds, and the leads of other runs are renewed by this
+            # event loop.
             await anyio.lowlevel.checkpoint()
+        # A full page may not be all: such a run is served at once, as an open one is.
         if len(late) == late_entries or monitor.state.closed is None:
             return False
         return position(monitor.state.position) <= position(folded)
@@ -151,6 +157,8 @@ async def _patiently_watch(
     backoff = backoff_delays(BREAK)
     while True:
         try:
+            # After a fault it begins with the first listing again: `_listed` passes over what it
+            # served.
             async for run_id in watch_runs(client, renumbering=True):
                 backoff = backoff_delays(BREAK)
                 yield run_id

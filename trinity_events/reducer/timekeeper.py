@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 LONGEST_PAUSE = 1.0
 """Longest pause before a new lease or deadline is noticed, in seconds."""
+# Seconds; a lease of milliseconds would else have the leader ask the server without a pause.
 _SHORTEST = 0.02
 
 
@@ -54,11 +55,15 @@ class Timekeeper:
             ttls = await self._log.heartbeat_ttls(watched)
             for name, holder in watched.items():
                 since = max(0.0, holder.lease - ttls.get(name, 0.0))
+                # A lapsed key does not say when it was set. The beat seen last counts then, or the
+                # first look.
                 beats[name] = now - since if name in ttls else beats.get(name, now)
+            # Ended processes go: a run may see any number of incarnations.
             beats = {name: beats[name] for name in watched}
             silent = {name for name in watched if now - beats[name] >= watched[name].lease}
             if not await self._publish_all(expired(live.state, silent), live):
                 return
+            # An expiry is noticed at most a third of the shortest lease late.
             period = min((holder.lease / 3 for holder in watched.values()), default=LONGEST_PAUSE)
             await anyio.sleep(max(_SHORTEST, min(period, self._lease_check)))
 
