@@ -75,6 +75,7 @@ class SavedAdapters:
                 write_adapter_description(into, config, BaseModel.of(self._given_base.resolve()))
 
         if self._given_base is not None:
+            # For its check alone: it raises if the given base has other weights.
             self._base()
         write_adapter_folder(target, write_description, self.tensors.items())
         return [tensor.nbytes for tensor in self.tensors.values()]
@@ -90,6 +91,7 @@ class SavedAdapters:
             for name, tensor in self._merge(base):
                 sizes.append(tensor.nbytes)
                 yield name, tensor
+                # Else this name holds one tensor while the next one is read: twice the memory.
                 del tensor
 
         def write_description(into: Path) -> None:
@@ -110,6 +112,8 @@ class SavedAdapters:
         missing = [name for name in self.tensors if name not in adapted]
         if missing:
             raise AdapterConversionRefused(base, "layer", missing[0])
+        # alpha / r, as in section 4.1 of LoRA (arXiv:2106.09685). The constructor refuses rsLoRA,
+        # which divides by the root of r.
         scale = self._config["lora_alpha"] / self._config["r"]
         for (first, second), name in names.items():
             tensor = reader.tensor(name)
@@ -120,6 +124,7 @@ class SavedAdapters:
                 tensor = merged(tensor, self.tensors[first], self.tensors[second], scale)
             check_finite([(name, tensor)], str(base))
             yield name, tensor
+            # Pages of a mapped file that were read count as memory of this process.
             reader.forget()
 
     def _base(self) -> Path:
@@ -130,6 +135,7 @@ class SavedAdapters:
         base = self._given_base or Path(trained.path if trained is not None else path or "")
         if not (base / "config.json").is_file():
             raise AdapterConversionRefused(base, "base")
+        # By its bytes: a folder of the same name may have been downloaded again since.
         if trained is not None and weights_digest(base) != trained.digest:
             raise AdaptersRefused(self._described, "given", base=str(base))
         return base

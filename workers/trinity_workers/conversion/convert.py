@@ -112,6 +112,7 @@ def convert(
                 tensors = _TENSORS[form](folder)
                 sizes = _to_huggingface(folder, tensors, staging / "result", shard_bytes)
         if target.is_dir():
+            # Raises if it is not empty: nothing of the user's is replaced.
             target.rmdir()
         (staging / "result").rename(target)
         sync(target.parent)
@@ -130,6 +131,8 @@ def _map_large_blocks() -> None:
     Otherwise the heap grows with the number of layers, by about a fifth of their size.
     """
     with suppress(OSError, AttributeError):  # another C library than glibc
+        # 64 KiB. To set it also stops glibc from raising the threshold with each large block that
+        # is freed, up to 32 MiB (mallopt(3)).
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
 
 
@@ -236,6 +239,7 @@ def _read_exported_folder(source: Path) -> NamedTensors:
         tensor = reader.tensor(name)
         check_finite([(name, tensor)], str(source), exempt=buffers)
         yield name, tensor
+        # Else this name holds one tensor while the next one is read.
         del tensor
         reader.forget()
 
@@ -290,6 +294,7 @@ def _alone() -> Iterator[None]:
     """Make a process group of this process alone, for the block."""
     if dist.is_initialized():
         raise RankOfGroup()
+    # In memory, as there are no peers: it opens no port.
     store = HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -34,6 +34,7 @@ class VersionDemand:
             return None
         if self._first is None:
             self._first = min(steps)
+        # Ordinals of one claim may lie in two explorer steps: the last one counts.
         if max(steps) - self._first + 1 < self._interval:
             return None
         return self._create_request()
@@ -50,5 +51,6 @@ class VersionDemand:
     def _create_request(self) -> SyncRequested | None:
         if self._is_requested or self._serves is None:
             return None
+        # Once for each version: the claim loop calls idle() about once a second.
         self._is_requested = True
         return SyncRequested(oldest_version=StepRef(self._serves.epoch, self._serves.step + 1))

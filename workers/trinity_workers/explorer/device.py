@@ -46,6 +46,7 @@ def choose_device(device: str | None) -> str:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cpu" or (device is None and not count):
         return "cpu"
+    # "cuda" without an index is the first GPU that CUDA_VISIBLE_DEVICES leaves to the process.
     index = int((device or "cuda").partition(":")[2] or 0)
     if index >= count:
         raise DeviceMissing(device or "cuda", count, torch.__version__)

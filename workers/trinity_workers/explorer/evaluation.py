@@ -48,6 +48,7 @@ class EngineTurns:
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
         """Have the engine for training, as soon as what is being generated has ended."""
+        # Another event: anyio's cannot be cleared once they are set.
         self._free = anyio.Event()
         try:
             async with self.lock:
@@ -103,11 +104,14 @@ class EvaluationAnswers:
             StaleEpoch: The run has a newer epoch.
         """
         while True:
+            # Before the claim: another explorer may be free for a request that would only be held
+            # here.
             await self._turns.left_over()
             claims = await self._requests.claim(self._at_once, seconds=_CLAIM_BLOCK)
             if not claims:
                 continue
             async with self._requests.renewing(claims) as held_claims:
+                # By versions: each is installed once for all of its claims, the oldest first.
                 for version in sorted({claim.request.oldest for claim in held_claims}):
                     await self._answer(
                         version, [claim for claim in held_claims if _requires(claim, version)]
@@ -117,6 +121,7 @@ class EvaluationAnswers:
     async def _answer(self, version: StepRef, claims: Sequence[Claim]) -> None:
         try:
             answers = await self._play(version, claims)
+        # The explorer ends: its claims lapse, and other explorers take them.
         except EngineEnded:
             raise
         except TrinityError as error:  # the version is gone, or the engine refused it
@@ -130,7 +135,9 @@ class EvaluationAnswers:
         player = self._players.get(fingerprint)
         if player is None:
             raise QuestionSetMissing(fingerprint)
+        # Before the turn: this wait may last for sync.timeout, and would hold training up.
         ready = await self._installer.announcement(version)
+        # Once more: training may have begun to ask during the wait for the announcement.
         await self._turns.left_over()
         async with self._turns.lock:
             await self._installer.install_again(ready)

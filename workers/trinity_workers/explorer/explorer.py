@@ -222,6 +222,8 @@ class Explorer:
             error = first_error(errors)
             raise error from error.__cause__
         finally:
+            # Shielded: the judge's and the environment's processes have sessions of their own, and
+            # would outlive an explorer that is cancelled here.
             with anyio.CancelScope(shield=True):
                 await self._exits.aclose()
             self.leave()
@@ -252,12 +254,16 @@ class Explorer:
                 try:
                     return await self._explore(requests, versions, installer, answers)
                 except StaleEpoch as error:
+                    # One error for both ways in which a newer epoch shows: a refused write, an
+                    # announcement.
                     raise RunEnded(error.run_id, error.epoch, error.newest) from None
                 finally:
                     with anyio.CancelScope(shield=True):
+                        # Shielded: the dispatcher removes a member that did not leave only later.
                         await requests.leave()
                         if self._held_out:
                             await evaluations.leave()
+        # For mypy, which cannot know that no context manager above swallows an error.
         raise AssertionError("unreachable")
 
     def _create_client(
@@ -302,6 +308,8 @@ class Explorer:
         async with background_tasks(*[answers.run] * bool(self._held_out)):
             while claims := await self._next_claims(requests, versions, installer):
                 await self._check_task_set(requests, claims)
+                # Renewed while the turn is waited for: an evaluation may generate for longer than a
+                # lease.
                 async with requests.renewing(claims) as held_claims, self._turns.training():
                     try:
                         await self._answer_with_weights(requests, held_claims, installer)
@@ -372,6 +380,8 @@ class Explorer:
         with ungrouped():
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(claim)
+                # Without a deadline: claim() gives up a trainer that asks for nothing. A claim that
+                # is cut off here lapses; the trainer has taken its last step by then.
                 await versions.wait(config.steps, deadline=None)
                 tasks.cancel_scope.cancel()
         return claims
@@ -400,11 +410,14 @@ class Explorer:
         for claim in held_claims:
             if claim.request.exact:
                 exact.setdefault(claim.request.oldest.step, []).append(claim)
+        # Oldest first: install_exactly() gives requests back that are older than what is served.
         for step in sorted(exact):
             await self._answer_exactly(requests, held_claims, exact[step], installer)
+        # After the exact ones: refresh() installs the newest version, which supersedes theirs.
         others = [claim for claim in held_claims if not claim.request.exact]
         if others:
             await installer.refresh(max(claim.request.oldest.step for claim in others))
+            # What lapsed while weights were waited for belongs to another explorer by now.
             await self._answer(
                 requests, [claim for claim in others if claim in held_claims], installer
             )
@@ -430,6 +443,8 @@ class Explorer:
             )
             return
         for claim in claims:
+            # Superseded, not failed: it says nothing about the prompt or the explorer (decision
+            # 21).
             await requests.give_back(claim)
 
     async def _answer(
@@ -440,6 +455,7 @@ class Explorer:
         goes_on = self._takes_versions_amid(rollout_requests)
         answers: Sequence[list[Experience] | TrinityError]
         try:
+            # No task if no version may come: a list times False is empty.
             async with background_tasks(*[installer.install_each] * goes_on):
                 answers = await self._episodes.answer_all(rollout_requests)
         except NotServing:  # a version was installed amid the answers, and is not whole

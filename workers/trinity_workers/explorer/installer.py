@@ -42,6 +42,7 @@ class VersionPrefetcher:
         self._config = config
         self._synchronizer = synchronizer
         self._stop = threading.Event()
+        # Held by the read in flight; paused() waits here until the read that it stopped has ended.
         self._lock = anyio.Lock()
         self._opened: PublicationStarted | None = None
         """Version that is being published, as far as the run's announcements say."""
@@ -70,6 +71,7 @@ class VersionPrefetcher:
     def _begin(self) -> None:
         """Read the version that is being published; the one before is whole, or never will be."""
         self._stop.set()
+        # One event for each read: the thread of the one before still looks at its own.
         self._stop = threading.Event()
         if self._tasks is not None and self._opened is not None:
             self._tasks.start_soon(self._read, self._opened, self._stop, self._into)
@@ -93,6 +95,7 @@ class VersionPrefetcher:
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
         """Prefetch nothing for the block."""
+        # Stopped before it is waited for: a prefetch may last as long as the publication.
         self._stop.set()
         async with self._lock:
             yield
@@ -177,6 +180,7 @@ class VersionInstaller:
             except (VersionUnavailable, CorruptVersion) as error:
                 logger.warning("the explorer waits for newer weights: %s", error)
                 reason = error
+                # First: the next turn of the loop would take the same version again at once.
                 self._versions.skip(newest)
                 await anyio.to_thread.run_sync(self._request_another, ready)
                 if self._serves(step):
@@ -209,11 +213,13 @@ class VersionInstaller:
         async with self._prefetched_into_engine(step):
             newest = await self._newest(step)
         ready = self._versions.get_announced(step)
+        # Newer announcements have pushed it out of those that the follower remembers.
         if ready is None:
             return False
         try:
             await self._install(ready)
         except (VersionUnavailable, CorruptVersion):
+            # A newer version has retired it meanwhile: the dispatcher then asks for that one.
             if newest.step == step and not self._versions.has(step + 1):
                 raise
             return False
@@ -260,6 +266,7 @@ class VersionInstaller:
 
     async def _newest(self, step: int) -> StepReady:
         timeout = self._config.sync.timeout
+        # A wait that lasts names the trainer: explain finds the first cause so (decision 24).
         reports = self._synchronizer.waits
         what = f"the weights of step {step}"
         with reports.waiting(what, ["trainer-0"], deadline=timeout, step=step):

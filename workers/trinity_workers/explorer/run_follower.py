@@ -89,6 +89,7 @@ class RunFollower:
     @asynccontextmanager
     async def listening(self, listener: Listener) -> AsyncIterator[None]:
         """Deliver the current announcements, and each new one, to a listener for the block."""
+        # An announcement between the current ones and the append would miss this listener.
         async with self._order:
             for announcement in self._current.values():
                 await listener(announcement)
@@ -101,8 +102,10 @@ class RunFollower:
     async def _deliver(self, announcement: Followed) -> None:
         async with self._order:
             subject = type(announcement), getattr(announcement, "kind", "")
+            # Removed first: a key that is only set again keeps its old place in the order.
             self._current.pop(subject, None)
             self._current[subject] = announcement
+            # A copy: a listener may leave while another one is awaited.
             for listener in list(self._listeners):
                 await listener(announcement)
 

@@ -113,6 +113,7 @@ class VersionFollower:
             VersionUnavailable: The announcements that are left in the log do not have it.
         """
         ready = self._announced.get(version.step)
+        # Without any version of this epoch the log has none either.
         if ready is not None or self.newest is None:
             return self._found(version, ready)
         events = subscription_on(
@@ -130,6 +131,7 @@ class VersionFollower:
                 if event.epoch == self._epoch and is_version(event, self._method):
                     if event.step == version.step:
                         return event
+                    # Steps only grow. Beyond the newest, the read would wait for entries to come.
                     if event.step >= self.newest.step:
                         break
         return self._found(version, None)
@@ -161,6 +163,8 @@ class VersionFollower:
         with anyio.move_on_after(deadline):
             async with self._changed:
                 while True:
+                    # Before the end of the run: its last version may be announced, and not
+                    # installed.
                     newest = self.newest
                     if (
                         newest is not None

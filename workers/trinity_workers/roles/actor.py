@@ -24,6 +24,7 @@ Role = Literal["actor", "ref", "rollout", "actor_rollout", "actor_rollout_ref"]
 """Parts that share the ranks, by veRL's names."""
 Part = Literal["actor", "rollout", "ref"]
 
+# The training step's names, and those that veRL's actor reports them under.
 _RENAMED = {"gradient_norm": "grad_norm", "learning_rate": "lr"}
 
 
@@ -88,6 +89,7 @@ class ActorRolloutRefWorker(RoleWorker):
         self._require("rollout", "generate_sequences")
         policy = self._loaded.models.policy
         if self._rollouts is None:
+            # On the first use: an actor that never generates pays for no rollouts.
             self._rollouts = rank_rollouts(self._config, self._device, policy)
         return self._rollouts.generate(prompts, StepRef(self._config.epoch, policy.steps))
 

@@ -85,6 +85,7 @@ class RoleWorker(MegatronWorker, TrainingRank):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the models of the role. All ranks have joined their process group."""
+        # Imported by choice: megatron-core and veRL are installed for the runs that use them.
         if self._config.trainer.engine == "megatron":
             from ..trainer.models import megatron
 
@@ -154,16 +155,19 @@ class RoleWorker(MegatronWorker, TrainingRank):
         }
         for name, engine in self._get_engines("load_checkpoint"):
             own = Path(local_path) / name
+            # The layout of save_checkpoint() without a step, else that of a run's checkpoint.
             engine.load_checkpoint(str(own if own.is_dir() else in_run[name]))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def leave(self) -> None:
         """Wait for background saves, and leave the process group."""
         if self._worker is not None:
+            # First: it waits for the background saves, whose errors are raised from here.
             self._worker.close()
         if self._config.trainer.engine == "megatron":
             from ..engines.megatron import leave
 
+            # Before the process group, of which its groups are parts.
             leave()
         dist.destroy_process_group()
 
@@ -214,6 +218,7 @@ async def start_role(kind: type[RoleWorker], config: RunConfig, **options: Any) 
     """
     workers = start_rank_actors(kind, config, options)
     group = RoleGroup(kind, workers, config=config, name=kind.__name__)
+    # Before the join: a rank that dies in it is then named with its process and signal.
     await group.watch()
     host, port = await group.call("address")
     await group.call("join", host, port)

@@ -23,6 +23,7 @@ from ..rollout_engines.base import Generation, GenerationRequest
 from ..worker_group.group import WorkerGroup
 from ..worker_group.rows import is_data_proto
 
+# Methods whose rows need a `uid`: in a pass, each row may be a group by itself.
 _UPDATES = frozenset({"update_actor", "update_critic"})
 _UNKNOWN_YET = ("token_level_scores",)
 """Fields of a whole batch that generated rows have not: they are not judged yet."""
@@ -78,6 +79,7 @@ class RoleGroup(WorkerGroup):
         groups = [[sample] for sample in create_experiences(self._config, requests, turns)]
         padding = load_tokenizer(self._config.model_folder).pad_token_id
         made = to_data_proto(collate(groups, padding))
+        # collate() fills it with the rewards of the samples, which are 0 here.
         made.pop(batch_keys=list(_UNKNOWN_YET))
         made.non_tensor_batch = {**data.non_tensor_batch}
         made.meta_info = {**data.meta_info}

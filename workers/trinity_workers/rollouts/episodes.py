@@ -255,6 +255,7 @@ class Episodes:
                 request.ordinal, len(tokens), self.max_prompt_tokens, "rollouts.max_prompt_tokens"
             )
         room = self.engine.context_length
+        # Equal is too long: one token of the answer has to fit as well.
         if room is not None and len(tokens) >= room:
             raise PromptTooLong(request.ordinal, len(tokens), room)
         prompt = Turn(role="prompt", tokens=tokens)
@@ -273,6 +274,7 @@ class Episodes:
                     sampling=episode.request.sampling,
                     ordinal=episode.request.ordinal,
                     sample=episode.sample,
+                    # Part of the key of the random numbers: each turn draws others.
                     turn=episode.policy_turns,
                 )
                 for episode in episodes
@@ -301,6 +303,7 @@ class Episodes:
         episode.messages.append({"role": "assistant", "content": episode.text})
         episode.finished = generation.finished
         episode.over = (
+            # A turn that was cut off has no end for a reply to follow.
             not generation.finished
             or self.environment is None
             or episode.policy_turns >= self.max_turns
@@ -309,6 +312,7 @@ class Episodes:
     def _get_text(self, generation: Generation) -> str:
         """Return the text of a turn, up to its end of sequence or its stop string."""
         ended = generation.finished and generation.stop is None
+        # The end of sequence is no text of the answer; a token that completes a stop string is.
         tokens = generation.tokens[:-1] if ended else generation.tokens
         # Special tokens are kept: a padding token that was really sampled must spoil the answer,
         # not vanish from it.
@@ -327,6 +331,7 @@ class Episodes:
                 for episode in group:
                     if not episode.over:
                         tasks.start_soon(self._environment_turn, episode)
+        # Collected for this request alone: an error that left here would cancel the others.
         except* TrinityError as errors:
             error = first_error(errors)
             assert isinstance(error, TrinityError)
@@ -340,6 +345,7 @@ class Episodes:
             return
         tokens = self._between(episode, replies)
         room = self.engine.context_length
+        # Without room for the reply and one token more, the episode is one that was cut off.
         if room is not None and len(episode.tokens) + len(tokens) >= room:
             episode.over, episode.finished = True, False
             return
@@ -348,6 +354,7 @@ class Episodes:
 
     def _between(self, episode: _Episode, replies: Sequence[Message]) -> list[int]:
         """Return the tokens between the policy's last turn and its next one."""
+        # A prompt of text has no chat template: replies follow the answer as they are.
         if isinstance(episode.question.prompt, str):
             text = "".join(str(reply["content"]) for reply in replies)
         else:
@@ -355,6 +362,7 @@ class Episodes:
             text = continuation(
                 self.tokenizer, episode.messages, replies, last, self.template_kwargs
             )
+        # Without special tokens: the conversation has begun, and the template writes its own.
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return tokens
 
@@ -508,6 +516,7 @@ def continuation(
         rendered = str(
             template(marked, add_generation_prompt=True, tokenize=False, **(template_kwargs or {}))
         )
+    # Templates are code of the model's author, and raise whatever they like.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ReplyRefused(replies[-1]["role"], reason) from None
@@ -559,6 +568,7 @@ async def send_answers(
     for claim, answer in zip(claims, answers, strict=True):
         if isinstance(answer, GenerationAborted):
             logger.info("%s: %s", requests.name, answer)
+            # No failed attempt: a version came in between (decision 21).
             await requests.give_back(claim, ABORTED)
         elif isinstance(answer, TrinityError):
             logger.warning("%s: ordinal %d: %s", requests.name, claim.request.ordinal, answer)

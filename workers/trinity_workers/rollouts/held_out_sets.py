@@ -82,6 +82,7 @@ def read_own_questions(config: TrainConfig, name: str, source: str) -> Sequence[
 
 
 def _sampling(config: TrainConfig, name: str, settings: EvaluationSet) -> Sampling:
+    # Not the run's seed: ordinals begin at 0 in each set, and random numbers would repeat.
     digest = hashlib.sha256(f"{name}:{config.seed}".encode()).digest()
     return Sampling(
         max_new_tokens=settings.max_new_tokens or config.rollouts.max_new_tokens,
@@ -91,5 +92,6 @@ def _sampling(config: TrainConfig, name: str, settings: EvaluationSet) -> Sampli
         min_p=settings.min_p,
         repetition_penalty=settings.repetition_penalty,
         stop=config.rollouts.stop,
+        # 56 bits: a request's seed is at most 2**62.
         seed=int.from_bytes(digest[:7], "big"),
     )

@@ -105,6 +105,7 @@ class PromptFilter:
             PromptsOverlong: if not.
         """
         ordinal = 0
+        # It ends: after a whole pass of overlong prompts find_overlong() raises.
         while self.find_overlong([ordinal]):
             ordinal += 1
         for held_out in sets:
@@ -124,6 +125,7 @@ class PromptFilter:
         for ordinal in ordinals:
             tokens = self._count_tokens(self._task.question(ordinal))
             if tokens <= self.limit:
+                # One prompt that fits clears the count: only a pass without any ends the run.
                 self._in_a_row = 0
                 continue
             overlong.append(ordinal)

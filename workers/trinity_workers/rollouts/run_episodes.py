@@ -79,4 +79,5 @@ def create_held_out_episodes(episodes: Episodes, task: Task) -> Episodes:
     A reward that fails never fails their request: the trainer counts and names it in the result,
     as ``rewards.on_error`` asks.
     """
+    # Without a needed part: filters.part chooses groups for training, and none here.
     return replace(episodes, task=task, on_error="score", held_out=True, needed_part=None)

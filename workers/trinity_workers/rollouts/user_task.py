@@ -54,6 +54,7 @@ async def start_rewards(config: TrainConfig, waits: WaitReporter = NO_REPORTS) -
     rewards = rewards_of(config, waits)
     try:
         await rewards.start()
+    # Cancellation too: the processes have sessions of their own, which Ctrl-C does not reach.
     except BaseException:
         await rewards.aclose()
         raise

@@ -48,16 +48,19 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         with system_errors(path), temporary.open("wb") as file:
             yield file
             file.flush()
+            # Before the rename: else a crash may leave the final name on a file without content.
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)  # a partial shard would keep a full disk full
         raise
+    # The name is data of the folder, which the fsync of the file does not write (fsync(2)).
     sync(path.parent)
 
 
 def make_folder(folder: Path) -> None:
     """Create the folder and its missing parents, durably."""
+    # Looked up before mkdir: each new folder's name has to be synced in its own parent.
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for created_folder in missing:

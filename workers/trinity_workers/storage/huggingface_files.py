@@ -100,8 +100,10 @@ def _change_config(folder: Path, change: Callable[[dict[str, Any]], None]) -> No
     """Change ``config.json`` and the configurations in it; one that stays equal keeps its bytes."""
     file = folder / CONFIG
     before = json.loads(file.read_bytes())
+    # Read again, not copied: `change` works in place, also on nested configurations.
     after = json.loads(file.read_bytes())
     for values in (after, *(value for value in after.values() if isinstance(value, dict))):
+        # The nested ones of models with several parts, such as text_config; no other mapping.
         if values is after or "model_type" in values:
             change(values)
     if after != before:
@@ -124,6 +126,7 @@ def _older_rope(values: Mapping[str, Any]) -> dict[str, Any]:
         return {}  # transformers 4 has no model with other kinds of layers
     older: dict[str, Any] = {
         "rope_theta": full.get("rope_theta"),
+        # Gemma 3's name in transformers 4 for the base of its layers with a sliding window.
         "rope_local_base_freq": sliding.get("rope_theta"),
     }
     if str(values.get("model_type", "")).startswith("gemma3"):

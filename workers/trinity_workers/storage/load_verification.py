@@ -130,9 +130,11 @@ def verify_together(
             _warn(folder)
     except CheckpointDamaged as error:
         message = msgspec.json.encode(DamageMessage.from_error(error))
+    # Any error: a rank that raised alone would leave the others in the gather below.
     except Exception as caught:
         failure = caught
     raise_together(failure, group)
+    # The damage of the lowest rank, so that all ranks raise the same error.
     first = next(filter(None, gather_bytes(message, group)), None)
     if first is None:
         return
@@ -155,10 +157,12 @@ def _verify_part(
     if manifest is None:
         # The first rank reads these lists, of a folder without a manifest.
         return part > 0 or only is not None or verify_model_folders(folder, mode)
+    # Sizes first: a file that was cut short shows without a byte being read.
     manifest.check_sizes()
     if mode == "full":
         paths = None if only is None else [manifest.folder / name for name in only]
         manifest.check_digests(part, parts, paths)
+    # By one rank: these folders have lists of their own, which no division covers.
     if part == 0 and only is None:
         for later in manifest.later_folders():
             if (later / FILE_DIGESTS).is_file():  # else no engine takes its weights
@@ -192,6 +196,7 @@ def _verify_model_folder(folder: Path, mode: VerifyMode) -> None:
         raise damaged(path, f"cannot be read ({error})", folder) from None
     if not digests or not all(name and digest for name, digest in digests.items()):
         raise damaged(path, "is no list of digests", folder)
+    # Names first: a file that is missing or foreign is named before any is read.
     for name in sorted(digests.keys() - names):
         raise damaged(folder / name, f"is not there, and is listed in {path}", folder)
     for name in sorted(names - digests.keys()):

@@ -119,6 +119,7 @@ class ObjectStore:
         if manifest is not None:
             manifest.check_sizes()
         with self._translating_errors(f"did not take the checkpoint of step {step} of run {run}"):
+            # Files of an earlier attempt, or of a step that was trained again, must not mix in.
             self._remove(target)
             sums = []
             for file in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -127,6 +128,8 @@ class ObjectStore:
                     continue
                 digest = self._put(file, target / name)
                 listed = None if manifest is None else manifest.sums.get(name)
+                # The digest is of the bytes that were sent: what changed since its seal is not
+                # copied.
                 if listed is not None and listed.sha256 != digest:
                     raise OSError(f"{file} was changed since it was saved")
                 sums.append(f"{digest}  {name}\n")
@@ -134,11 +137,13 @@ class ObjectStore:
             if manifest is not None:
                 data = (folder / MANIFEST).read_bytes()
             self._files.pipe_file(str(target / SUMS), data)
+            # Last: the pointer names whole copies alone.
             self._files.pipe_file(str(self._pointer(run)), str(step).encode())
 
     def newest(self, run: str) -> int | None:
         """Return the step that was copied last; None if there is none that is whole."""
         with self._translating_errors("cannot be read"):
+            # fsspec keeps listings, and another host may have written since.
             self._files.invalidate_cache()
             try:
                 step = int(self._files.cat_file(str(self._pointer(run))))
@@ -187,6 +192,7 @@ class ObjectStore:
             if has_manifest:
                 self._get_marks(source, unfinished, data)
             sync_tree(unfinished)
+            # After the sync: a folder with its final name counts as a checkpoint.
             unfinished.replace(folder)
             sync(folder.parent)
         return True
@@ -216,6 +222,7 @@ class ObjectStore:
         if not self._files.exists(str(source / name)):
             raise _ObjectChanged(str(source / name), "gone")
         with self._files.open(str(source / name), "rb") as stored, target.open("wb") as sink:
+            # Of what was received, which covers both the storage and the way from it.
             digest = _copy(stored, sink)
             sink.flush()
             os.fsync(sink.fileno())
