@@ -80,6 +80,8 @@ def _announce_if_complete(fold: FoldState, step: int, step_state: StepState, kin
         return
     completion = None if kind == "weights" else find_completion(step_state, kind)
     if completion is not None:
+        # Empty, and not None, for saves outside of staging: recorded states have it so (decision
+        # 45).
         kind_state.folder = completion.folder or ""
         _check_registered(fold, step, kind, kind_state)
     elif kind != "weights" or not has_all_parts(step_state):
@@ -87,9 +89,11 @@ def _announce_if_complete(fold: FoldState, step: int, step_state: StepState, kin
     state = fold.state
     at = StepRef(state.epoch, step)
     pointer = state.ready.get(kind)
+    # Pointers never go back (invariant 4 in docs/reliability.md): a late step has been passed.
     if pointer is not None and pointer.at > at:
         kind_state.outcome = "superseded"
         supersede(fold, state.epoch, step, kind, pointer.at)
+        # Its folder gets a final name all the same, and retention has to count it.
         if kind == "checkpoint":
             _add_complete_checkpoint(fold, step)
         compact_step(state, step)
@@ -100,6 +104,7 @@ def _announce_if_complete(fold: FoldState, step: int, step_state: StepState, kin
     else:
         assert step_state.version is not None
         _announce_version(fold, at, step_state.version)
+    # The pointer of another epoch names a step that this state no longer has.
     if pointer is not None and pointer.at.epoch == at.epoch:
         compact_step(state, pointer.at.step)
 
@@ -134,6 +139,7 @@ def _announce_files(fold: FoldState, at: StepRef, kind: Kind, completion: Comple
 
 
 def _announce_version(fold: FoldState, at: StepRef, version: VersionState) -> None:
+    # By rank, not by arrival: the digest of a version must not depend on the order of its parts.
     parts = tuple([version.parts[rank] for rank in sorted(version.ranks)])
     digest = version_digest([(part.rank, part.manifest_digest) for part in parts])
     fold.state.ready["weights"] = ReadyPointer(at=at, entry_id=fold.entry_id, digest=digest)
@@ -198,6 +204,7 @@ def supersede(fold: FoldState, epoch: int, step: int, kind: Kind, by: StepRef) -
     fold.announcements.append(
         StepSuperseded(epoch=epoch, step=step, kind=kind, caused_by=fold.entry_id, by=by)
     )
+    # Ranks may have published parts of it, which only a retirement removes.
     if kind == "weights":
         fold.announcements.append(VersionRetired(epoch=epoch, step=step))
 
@@ -211,6 +218,7 @@ def retire_versions(fold: FoldState) -> None:
         live_versions.update(sorted(evaluated)[:KEPT_EVALUATED])
     if state.delta_bases:
         state.delta_bases = [delta for delta in state.delta_bases if delta.version in live_versions]
+        # A delta can be read only while its base can (decision 16).
         live_versions.update(base for delta in state.delta_bases for base in delta.bases)
     for version in state.versions:
         if version not in live_versions:
@@ -231,6 +239,7 @@ def newest_subjects(announcements: Sequence[Envelope], state: MonitorState) -> l
     """Return the subject of each current announcement that is its newest; empty for the others."""
     subjects = [""] * len(announcements)
     subject_keys = set[tuple[type, str]]()
+    # From the end: the first one of a type and kind is its newest.
     for at, envelope in reversed(list(enumerate(announcements))):
         about = type(envelope.event), getattr(envelope.event, "kind", "weights")
         if about not in subject_keys and is_current(envelope, state):

@@ -19,10 +19,13 @@ def compact_step(state: MonitorState, step: int) -> None:
     at = StepRef(state.epoch, step)
     for name, kind in step_state.kinds.items():
         pointer = state.ready.get(name)
+        # All kinds or none: an open checkpoint may rest on the slots of its state dict (decision
+        # 12).
         if kind.outcome is None or pointer is None or pointer.at <= at:
             return
     for kind in step_state.kinds.values():
         if not kind.compacted:
+            # None from here on, as recorded states have it (decision 45).
             kind.folder = kind.folder or None
             kind.compacted = True
             kind.registrations, kind.slots, kind.ranks = {}, {}, {}
@@ -33,10 +36,14 @@ def drop_oldest_steps(state: MonitorState) -> None:
     """Drop the oldest steps beyond :data:`KEPT_STEPS`, up to the first that is not over."""
     steps = state.steps
     while len(steps) > KEPT_STEPS:
+        # The first key is the lowest step: `FoldState.ensure_step` keeps them in order.
         oldest = next(iter(steps))
+        # An open step may still become ready. Beyond the upper limit the bound of the state goes
+        # first.
         if len(steps) <= KEPT_STEPS_AT_MOST and not _is_over(state, oldest):
             return
         del steps[oldest]
+        # A late event of the step must not open it again, or it would be announced a second time.
         state.forgotten_through = max(state.forgotten_through, oldest)
 
 

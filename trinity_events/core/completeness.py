@@ -16,6 +16,7 @@ def has_all_parts(step: StepState) -> bool:
     return (
         step.kinds["weights"].committed_at is not None
         and version is not None
+        # The numbers first: each part asks, and comparing the sets each time would cost N * N.
         and 0 < len(version.ranks) <= len(version.parts)
         and version.parts.keys() >= set(version.ranks)
     )
@@ -44,6 +45,8 @@ def find_completion(step: StepState, kind: Kind) -> Completion | None:
     place, states = places[0], [step.kinds[kind]]
     if states[0].with_state_dict:
         states.append(step.kinds["state_dict"])
+        # A checkpoint may have no saves of its own (zero is registered): then this folder is the
+        # step's.
         if place is None and not states[0].slots:
             place = states[1].folder or None
     proofs = [_find_proof(slot, place) for state in states for slot in _finished(state)]
@@ -95,10 +98,13 @@ def _saved_places(kind: KindState) -> list[StagedPlace]:
 def _places(kind: KindState) -> list[StagedPlace]:
     """Return the places that hold all finished saves of a kind, the place of the newest first."""
     slots = [slot for slot in kind.slots.values() if slot.proof is not None]
+    # A save outside of staging has an empty folder, and goes with any other.
     newest = {slot.folder for slot in slots} - {""}
+    # If the newest saves are in several folders, none of these folders has all of them.
     places: list[StagedPlace] = [] if len(newest) > 1 else [next(iter(newest), None)]
     if any(slot.others for slot in slots):
         every = set[str]().union(*(slot.folders for slot in slots)) - {"", *places}
+        # Sorted: sets of strings differ in order between processes, and replays must agree.
         places += [folder for folder in sorted(every) if not _count_unsaved(kind, folder)]
     return places
 
@@ -133,6 +139,7 @@ def _all_saved(kind: KindState) -> bool:
     for registration in reversed(kind.registrations.values()):
         slots = registration.slots
         if slots:
+            # Registrations may name the same slots, so only the largest of them is certain.
             most_named = max(most_named, len(slots))
         else:
             unnamed += registration.expected
@@ -198,6 +205,7 @@ def _lacking(kind: KindState) -> tuple[int, int, list[Slot]]:
             silent += [replace(members[0], rank=n) for n in range(ranks) if n not in numbers]
         else:  # Ranks are not numbered from zero: only the number of silent slots is known.
             more += max(0, ranks - len(numbers))
+    # Registrations and ranks may mean the same slots: the larger number counts, not the sum.
     expected = max(len(kind.slots) + len(silent) + more, len(named) + unnamed)
     return expected - kind.finished, expected, silent
 

@@ -143,6 +143,7 @@ class Monitor:
         fold, state = self._fold, self.state
         # The body of `_advance`: a call less for each entry (`benchmarks fold`).
         fold.entry_id = state.position = entry_id
+        # Before anything is refused: every entry moves the position (4).
         state.entries += 1
         event = envelope.event
         handler = _HANDLERS.get(type(event))
@@ -157,11 +158,13 @@ class Monitor:
         elif not _in_order(fold, envelope.producer, sequence):
             return []
         current = envelope.epoch == state.epoch and type(event) not in _EPOCH_EVENTS
+        # Epoch 0 is none: before the first opening, events of an epoch change nothing.
         if (not current or not state.epoch) and not _admit_epoch(fold, envelope):
             return []
         handler(fold, event, envelope)
         if envelope.host_id is not None:
             runs.record_host(state, envelope)
+        # After each entry, not after a batch: what is dropped follows from the log alone (1, 5).
         if len(state.steps) > KEPT_STEPS:
             drop_oldest_steps(state)
         return _pop_announcements(fold) if fold.announcements else []
@@ -201,6 +204,7 @@ class Monitor:
         fold.state.dead_letters += 1
         fold.add_anomaly("undecodable", str(error))
         sender: Sender | None = getattr(error, "sender", None)
+        # Else the sender's next event would count as a gap.
         if sender is not None:
             _in_order(fold, sender.producer, sender.sequence)
 
@@ -224,6 +228,7 @@ def _in_order(fold: FoldState, producer: Producer, sequence: int) -> bool:
     last = sequences.get(producer.incarnation, 0)
     # Removed and inserted again: the dictionary's order is that of last use, oldest first.
     sequences.pop(producer.incarnation, None)
+    # The larger one: after an old duplicate, later events must not count a second time.
     sequences[producer.incarnation] = max(last, sequence)
     trim_oldest(sequences, KEPT_PRODUCERS)
     if sequence <= last:
@@ -244,6 +249,7 @@ def _admit_epoch(fold: FoldState, envelope: Envelope) -> bool:
     epoch = fold.state.epoch
     if isinstance(envelope.event, _UNFENCED_EVENTS):
         return True
+    # Explorers outlive epochs; the waits of all other processes end with theirs.
     if isinstance(envelope.event, _WAIT_EVENTS) and envelope.producer.role == "explorer":
         return True
     opens = isinstance(envelope.event, _EPOCH_EVENTS)
@@ -264,6 +270,7 @@ def _admit_epoch(fold: FoldState, envelope: Envelope) -> bool:
 
 def _pop_announcements(fold: FoldState) -> list[Envelope]:
     """Return the announcements of the entry in envelopes, numbered and stamped by the log."""
+    # The time of the entry, not of the fold: a replay gives the same bytes (decision 4).
     state, events, now = fold.state, fold.announcements, fold.now / 1000
     first = state.announced + 1
     state.announced += len(events)

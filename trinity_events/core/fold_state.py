@@ -85,6 +85,8 @@ class FoldState:
                 )
         if ranks is not None:
             group = rank_group(slot)
+            # The larger number: with the smaller one the step could become ready before its last
+            # save.
             kind.ranks[group] = max(ranks, kind.ranks.get(group, 0))
         return slot_state
 

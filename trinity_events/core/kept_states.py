@@ -82,6 +82,7 @@ def inflate_state(data: bytes) -> MonitorState:
     """Decode a compressed snapshot. Raises msgspec.DecodeError."""
     inflate = zlib.decompressobj()
     try:
+        # Bounded: a small file may inflate to more than the memory.
         snapshot = inflate.decompress(data, _LARGEST)
     except zlib.error as error:
         raise msgspec.DecodeError(str(error)) from None

@@ -175,6 +175,7 @@ class Ledger(Struct, kw_only=True, omit_defaults=True):
         """Return True if an ordinal was dispatched and has no fate."""
         if not self.mark <= ordinal < self.next:
             return False
+        # The range before this index is the last one that begins at the ordinal or below it.
         at = bisect_left(self.settled, (ordinal + 1, 0))
         return at == 0 or self.settled[at - 1][1] < ordinal
 
@@ -239,6 +240,7 @@ class Ledger(Struct, kw_only=True, omit_defaults=True):
         if contradictions.undispatched:
             undispatched = tuple(contradictions.undispatched)
             raise LedgerError("undispatched", ranges=undispatched, fate=fate)
+        # Ranges hide an ordinal that is given twice: the counts differ then.
         if contradictions.settled or count(given_ranges) != len(given):
             twice = contradictions.settled or ranges(
                 ordinal for ordinal in given if given.count(ordinal) > 1
@@ -260,6 +262,7 @@ class Ledger(Struct, kw_only=True, omit_defaults=True):
         fated = list(given)
         if contradictions:
             fated = difference(fated, union(*contradictions))
+        # Before the sums, since it may refuse: nothing has changed then (3).
         self._absorb(fated)
         if reason is None:
             self.trained += count(fated)
@@ -271,6 +274,7 @@ class Ledger(Struct, kw_only=True, omit_defaults=True):
 
     def contradictions(self, given: Sequence[Range]) -> Contradictions:
         """Return the ordinals of ascending ranges that are not open."""
+        # The usual case: above the mark, `settled` alone has ordinals with a fate.
         if not given or (given[0][0] >= self.mark and given[-1][1] < self.next):
             return Contradictions(intersection(given, self.settled), [])
         dispatched = [(0, self.next - 1)] if self.next else []
@@ -284,6 +288,7 @@ class Ledger(Struct, kw_only=True, omit_defaults=True):
         if not fated:
             return
         settled = union(self.settled, fated)
+        # The range at the mark is absorbed by it, and is no exception.
         reached = settled[0][0] == self.mark
         if len(settled) - reached > KEPT_EXCEPTIONS:
             raise LedgerError("exceptions", actual=self.mark, expected=KEPT_EXCEPTIONS)

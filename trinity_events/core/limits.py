@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+# Two: a reader that pulls the newest version can finish when the next one becomes ready.
 KEPT_VERSIONS = 2
 """Ready weight versions that are not retired, besides their bases."""
 KEPT_EVALUATED = 2
@@ -14,12 +15,14 @@ KEPT_BASES = 64
 """Distinct base versions stored for one delta version; ranks may have different bases."""
 KEPT_STEPS = 128
 """Steps kept in the state; the oldest steps beyond that are dropped once they are over."""
+# A run whose saves never end would keep its steps for ever.
 KEPT_STEPS_AT_MOST = 4096
 """Steps kept in the state; the oldest steps beyond that are dropped in any case."""
 KEPT_ANOMALIES = 32
 """Anomalies kept with their details; all are counted."""
 KEPT_PENDING_PROMOTIONS = 16
 """Folders of earlier epochs that may still lack their final name."""
+# Far more than the processes of a run: duplicates of a dropped producer count as new events.
 KEPT_PRODUCERS = 16_384
 """Producers whose last sequence is known; the one that was silent longest is dropped first."""
 REORDERED_PRODUCERS = 4096
@@ -44,6 +47,7 @@ KEPT_PROFILES = 64
 """Last profiles of training steps that the state keeps."""
 KEPT_REFUSALS = 64
 """Refusals kept with their details; all are counted."""
+# The option --keep-checkpoints takes no larger number (`reducer/policy.py`).
 KEPT_COMPLETE_CHECKPOINTS = 1024
 """Steps that are remembered to have a complete checkpoint."""
 KEPT_LINEAGE = 1024
@@ -60,6 +64,7 @@ lost or could not be decoded. 2**26 is one opening a second for two years: no lo
 wrote is folded otherwise. And 2**27 invented openings, of 30 GB, are needed to reach 2**53, the
 largest epoch of the contract; without a bound, one was enough.
 """
+# The reason of a deadline names every save that is missing, of any number of ranks.
 LONGEST_REASON = 4000
 """Characters of an announced reason."""
 LONGEST_REFUSAL = 500

@@ -24,6 +24,7 @@ def lineage_spans(state: MonitorState) -> list[EpochSpan]:
     firsts = [0, *(epoch_end.step for epoch_end in state.lineage)]
     spans = [
         EpochSpan(epoch_end.epoch, first, epoch_end.step)
+        # There is one more first step than ends: that of the current epoch.
         for epoch_end, first in zip(state.lineage, firsts, strict=False)
     ]
     return [*spans, EpochSpan(state.epoch, firsts[-1], None)]
@@ -57,6 +58,7 @@ def continued_lineage(state: MonitorState, opening: RunOpened | RunResumed) -> l
     """
     if isinstance(opening, RunOpened) or not state.epoch:
         return []
+    # The resume discards epochs that began after its step.
     spans = [span for span in lineage_spans(state) if span.first <= opening.step]
     checkpoint = opening.checkpoint or StepRef(spans[-1].epoch, opening.step)
     continued = [

@@ -27,6 +27,7 @@ def union(*several: Iterable[Range]) -> list[Range]:
     """Return the ordinals of any of several sequences, whose ranges may overlap."""
     result: list[Range] = []
     for first, last in sorted(span for spans in several for span in spans):
+        # Neighbours join as well: fates that come in order stay one range.
         if result and first <= result[-1][1] + 1:
             result[-1] = result[-1][0], max(last, result[-1][1])
         else:
@@ -42,6 +43,7 @@ def intersection(ranges: Sequence[Range], others: Sequence[Range]) -> list[Range
         (first, last), (other_first, other_last) = ranges[at], others[other_at]
         if max(first, other_first) <= min(last, other_last):
             overlaps.append((max(first, other_first), min(last, other_last)))
+        # The range that ends first meets no later one of the other side.
         if last < other_last:
             at += 1
         else:

@@ -46,6 +46,7 @@ def suspects(refusals: Sequence[Refusal]) -> list[str]:
             f"Chunk {chunk} of rank {rank} of step {step} was refused on {nodes} hosts: this "
             f"points to failing memory where rank {rank} runs, or of the chunks' server."
         )
+    # A fault at the source says nothing of the hosts that refused the chunk.
     others = [refusal for refusal in refusals if _place(refusal) not in at_source]
     for node in dict.fromkeys(refusal.node for refusal in others):
         here = [refusal for refusal in others if refusal.node == node]

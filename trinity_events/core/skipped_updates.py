@@ -25,6 +25,7 @@ def format_skipped_updates(step: int, metrics: Mapping[str, float]) -> list[str]
 
 def find_skipped_updates(state: MonitorState, step: int) -> list[Anomaly]:
     """Return the last anomalies that are skipped updates of a step."""
+    # The state keeps the sentence alone: its beginning names the step.
     begin = _prefix(step)
     return [
         anomaly

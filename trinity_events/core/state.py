@@ -30,6 +30,7 @@ from ..errors import StructuredError
 from .ledger import Ledger
 from .ordinal_ranges import Range
 
+# As in `log/position.py`: the core has no I/O, and imports no log.
 ORIGIN = "0-0"
 KINDS: tuple[Kind, ...] = ("state_dict", "checkpoint", "weights")
 
@@ -209,6 +210,8 @@ class ExplorerState(Struct, kw_only=True, omit_defaults=True):
     """Milliseconds of its last event."""
     requested_at: int | None = None
     """Milliseconds at which it asked for weights that it has not applied."""
+    # Snapshots keep the earlier name. msgspec ignores unknown fields, and an old snapshot would
+    # else decode without a request.
     requested_version: StepRef | None = field(default=None, name="wanted")
     """The oldest version that it asked for."""
     lease: ProcessLease | None = None
@@ -399,6 +402,8 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     forgotten_through: int = -1
     """Last step that was settled and dropped; earlier steps that ``steps`` lacks were too."""
     ready: dict[Kind, ReadyPointer] = field(default_factory=dict)
+    # This and two fields below have earlier names in snapshots, as
+    # `ExplorerState.requested_version` has.
     complete_checkpoints: list[int] = field(default_factory=list, name="whole")
     """Last steps with a complete checkpoint, in order, of the current epoch and its lineage."""
     lineage: list[StepRef] = field(default_factory=list)
@@ -474,6 +479,7 @@ class SnapshotVersion(StructuredError, msgspec.DecodeError):
 
 class _Snapshot(NamedTuple):
     version: int
+    # Undecoded until the version is known, which says how to decode it.
     state: msgspec.Raw
 
 
@@ -500,6 +506,7 @@ def decode_state(snapshot: bytes) -> MonitorState:
         if version != SNAPSHOT_VERSION:
             raise SnapshotVersion(version, SNAPSHOT_VERSION)
         return _decoder.decode(_snapshots.decode(snapshot).state)
+    # msgspec raises these for text that is not UTF-8, and for values that are nested too deep.
     except (UnicodeDecodeError, RecursionError) as error:
         raise msgspec.DecodeError(str(error)) from None
 

@@ -78,6 +78,7 @@ def removable_steps(
         if evidence is not None and covers(state.epoch, state.lineage, evidence.at)
     }
     ready = sorted(step for step in proven if step <= reached)
+    # Nothing goes before this epoch has evidence of its own (2).
     if keep == 0 or not any(proven[step].epoch == state.epoch for step in ready):
         return []
     complete = set(state.complete_checkpoints)
@@ -89,6 +90,7 @@ def removable_steps(
     retained = {*counted[-keep:], *(at.step for at in pointers.values()), *evaluated, *writing}
 
     def is_passed(step: int) -> bool:
+        # The log may have a checkpoint although the evidence has the state dict alone (4).
         alone = proven[step].kinds == ("state_dict",) and step not in complete
         return step < (ready[-1] if alone else newest_checkpoint)
 
@@ -98,6 +100,7 @@ def removable_steps(
 def is_folder_in_lineage(state: MonitorState, epoch: int | None, step: int) -> bool:
     """Return True for a folder of the current epoch, or of the epochs and steps it continues."""
     if epoch is None:
+        # The name says no epoch: the log must have the step, or no other epoch can have made it.
         return step in state.complete_checkpoints or state.epoch <= 1
     return covers(state.epoch, state.lineage, StepRef(epoch, step))
 

@@ -101,6 +101,7 @@ def plan_files(state: MonitorState) -> FilePlan:
         # The checkpoint's folder takes over the files of its state dict's folder.
         chosen = folders.get("checkpoint") or folders.get("state_dict")
         for folder in folders.values():
+            # A step that the state has says more of its folder than the pointer alone.
             promotions.pop(folder or "", None)
         if chosen:
             other = folders.get("state_dict")
@@ -123,6 +124,7 @@ def plan_files(state: MonitorState) -> FilePlan:
             staged=pointer.path is not None,
             resumed=pointer.resumed,
             kinds=complete_kinds(state, pointer.at.step),
+            # Saves in a folder were compared before the folder got its name.
             saves=() if pointer.has_folder else _saves_in_place(state, pointer.at),
         )
         for kind, name in ITERATION_FILES.items()
@@ -154,12 +156,14 @@ def complete_kinds(state: MonitorState, step: int) -> tuple[Kind, ...]:
 def _old_promotions(state: MonitorState) -> Iterator[Promotion]:
     """Yield the promotions of folders that the steps of the state no longer have."""
     for folder, step in state.pending_promotions.items():
+        # The current epoch may have made the step again, and its folder stays.
         yield Promotion(step, folder, only_if_absent=True)
     for kind in ITERATION_FILES:
         pointer = state.ready.get(kind)
         if pointer is not None and pointer.path is not None:
             kinds: list[Kind] = [
                 other
+                # One folder may hold both kinds, if both pointers name it.
                 for other in ITERATION_FILES
                 if (newest := state.ready.get(other)) is not None and newest.path == pointer.path
             ]

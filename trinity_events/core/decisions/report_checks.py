@@ -72,6 +72,7 @@ def check_report(
         ContractError: It may not: it is too large, undecodable or of another run, or it is refused
             (:class:`ReportRefused`).
     """
+    # Before it is decoded: a report that is too large costs no more than its bytes.
     if len(payload) > MAX_REPORT_BYTES:
         raise MessageTooLarge(len(payload), MAX_REPORT_BYTES)
     envelope = decode(payload)
@@ -82,6 +83,7 @@ def check_report(
         raise ReportRefused("type", producer, event_tag(event))
     if not is_reporter(producer):
         raise ReportRefused("producer", producer, event_tag(event))
+    # An event that is no wait passes: its own incarnation begins with itself.
     wait_id = getattr(event, "wait_id", producer.incarnation)
     if not wait_id.startswith(producer.incarnation):
         raise ReportRefused("wait", producer, event_tag(event), wait_id)

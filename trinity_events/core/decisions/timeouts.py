@@ -74,6 +74,7 @@ def expired(state: MonitorState, silent: Collection[str]) -> list[LeaseExpired]:
             attempts=tuple(attempts[first : first + EXPIRED_AT_ONCE]),
         )
         for name, attempts in under_way.items()
+        # One event even without attempts: the lease of the trainer or of an explorer is over, too.
         for first in range(0, max(1, len(attempts)), EXPIRED_AT_ONCE)
     ]
 

@@ -36,6 +36,7 @@ def request_turn(state: MonitorState, save_id: str, group: str) -> list[str]:
     if not is_limited(state):
         return [save_id]  # The strategy limits no save: it need not have asked.
     state.queue.setdefault(group, []).append(save_id)
+    # All turns are of one group, so that any of them names it.
     running = next(iter(state.turns.values()), None)
     if running is None or (running == group and len(state.queue) == 1):
         return _next_group(state)
@@ -56,6 +57,7 @@ def release_turn(state: MonitorState, save_id: str) -> list[str]:
         running = next(iter(state.turns.values()), None)
         alone = running is not None and list(state.queue) == [running]
         return _next_group(state) if alone else []
+    # The group keeps the turn until the last of its saves has ended.
     return [] if state.turns or not state.queue else _next_group(state)
 
 

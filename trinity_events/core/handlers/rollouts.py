@@ -52,6 +52,7 @@ def step_trained(fold: FoldState, event: StepTrained, _: Envelope) -> None:
 def explorer_excluded(fold: FoldState, event: ExplorerExcluded, _: Envelope) -> None:
     """Store the explorer, and the reason, until the next epoch."""
     excluded = fold.state.excluded
+    # Inserted again: the order of the dictionary is that of the last exclusion.
     excluded.pop(event.explorer, None)
     excluded[event.explorer] = ExcludedExplorer(
         at=fold.now,
@@ -79,6 +80,7 @@ def ledger_restored(fold: FoldState, event: LedgerRestored, _: Envelope) -> None
     state = fold.state
     try:
         state.ledger = _restore_ledger(state, event)
+    # The log may say anything. A ledger that contradicts it is left out, and the fold continues.
     except LedgerError as error:
         fold.add_anomaly("unsound-ledger", str(error))
 
@@ -117,6 +119,7 @@ def _settle(
 ) -> Contradictions:
     try:
         return ledger.settle(reason, ordinals)
+    # The ledger is unchanged: its bound goes before the fates of these ordinals.
     except LedgerError as error:
         fold.add_anomaly("ledger-full", str(error))
         return Contradictions([], [])

@@ -47,6 +47,7 @@ def run_resumed(fold: FoldState, event: RunResumed, envelope: Envelope) -> None:
             state.ready[kind] = ReadyPointer(
                 at=at,
                 entry_id=fold.entry_id,
+                # The staged folder is that of the old step.
                 path=old.path if old.at.step == at.step else None,
                 resumed=old.has_folder,
             )
@@ -70,24 +71,31 @@ def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | Run
         for kind in ("checkpoint", "state_dict"):
             staged_kind = step_state.kinds.get(kind)
             if staged_kind is not None and staged_kind.outcome and staged_kind.folder:
+                # The reducer may not have renamed it yet, and the step is dropped below.
                 state.pending_promotions[staged_kind.folder] = old_step
                 break
         for kind, kind_state in step_state.kinds.items():
+            # No event of its epoch counts any more: readers that wait for the step get an end of
+            # it.
             if not kind_state.settled:
                 supersede(fold, state.epoch, old_step, kind, StepRef(epoch, step))
     for folder in list(state.pending_promotions)[:-KEPT_PENDING_PROMOTIONS]:
         del state.pending_promotions[folder]
+    # Before `epoch` changes: the lineage is made of the epoch that ends.
     state.lineage = continued_lineage(state, opening)
     state.epoch = epoch
+    # After the lineage, by which results stay or go.
     continue_evaluations(state)
     state.strategy = opening.save_strategy
     state.transport = opening.transport
     state.attempts, state.queue, state.turns = {}, {}, {}
+    # Later ones are of the part of the old epoch that the resume discards.
     state.complete_checkpoints = [
         complete_step for complete_step in state.complete_checkpoints if complete_step <= step
     ]
     state.trainer, state.trainer_step, state.trainer_lease = None, step, None
     state.steps = {}
+    # The new epoch makes steps of the same numbers again.
     state.forgotten_through = -1
     state.closed = state.closed_error = state.closed_at = None
     state.command, state.is_closed_for_good = opening.command, False
@@ -121,6 +129,7 @@ def run_closed(fold: FoldState, event: RunClosed, envelope: Envelope) -> None:
     """Record that the epoch ended, and its reason."""
     state = fold.state
     state.closed, state.closed_error = event.reason, event.error
+    # Processes that end with the run may never report the end of their waits.
     state.closed_at, state.waits = fold.now, {}
     state.command = event.command
     state.is_closed_for_good = event.is_lasting

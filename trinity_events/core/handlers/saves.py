@@ -109,11 +109,13 @@ def save_progressed(fold: FoldState, event: SaveProgressed, _: Envelope) -> None
 
 def save_finished(fold: FoldState, event: SaveFinished, _: Envelope) -> None:
     """Store the proof of a finished attempt, and announce its step if that completes it."""
+    # First: the turn passes on even if the step was dropped.
     end_attempt(fold, event.save_id)
     slot = fold.ensure_slot(event.slot, event.ranks)
     if slot is None:
         return
     _remove_attempt(slot, event.save_id)
+    # It may have been taken for dead: what finishes after its lease still counts (decision 10).
     slot.failed.pop(event.save_id, None)
     kind = fold.state.steps[event.slot.step].kinds[event.slot.kind]
     proof = SaveProof(
@@ -140,6 +142,7 @@ def _finished_again(
     if folder in (newest, *slot.others):
         needed = False
     elif kind.outcome is None:
+        # The newest attempt leads: `find_completion` tries its folder first.
         slot.others[newest] = before
         slot.proof, slot.path, slot.rewritten = proof, path, None
         needed = True
@@ -199,6 +202,7 @@ def _fail_attempt(fold: FoldState, save_id: str, at: Slot, cause: str) -> None:
     slot = fold.ensure_slot(at)
     if slot is None:
         return
+    # Read before the removal, which forgets it.
     again = save_id in slot.running
     _remove_attempt(slot, save_id)
     reason = f"{format_slot(at)} failed: {cause}"[:LONGEST_REASON]
@@ -300,6 +304,7 @@ def _begin_attempt(
     if attempt is None:
         attempt = attempts[save_id] = Attempt(slot=slot, holder=holder, since=fold.now, lease=lease)
         if len(attempts) > KEPT_UNDER_WAY:
+            # Not just dropped: it may have the turn that others wait for.
             end_attempt(fold, next(iter(attempts)))
     return attempt
 

@@ -15,6 +15,7 @@ _MOST_LISTED = 16
 """Waits that are listed; the others are counted."""
 _OVERDUE = 60_000
 """Milliseconds after its deadline from which a wait is shown no more: its process is dead."""
+# More than three renewals: a report may be late, or wait for a server that is away.
 _SILENT = 200_000
 """Milliseconds after its last report from which a wait is shown no more: its process is dead.
 
@@ -32,6 +33,7 @@ def wait_started(fold: FoldState, event: WaitStarted, envelope: Envelope) -> Non
     by, incarnation = format_producer(envelope.producer), envelope.producer.incarnation
     if envelope.producer.role == "explorer":
         forget_waits(fold, by, but=incarnation)
+    # Reports have durations, as the clocks of hosts differ. No event can put `since` below 0.
     since = fold.now - int(min(event.seconds * 1000, fold.now))
     # Removed and inserted again: the wait that was reported longest ago is dropped first.
     earlier_wait = state.waits.pop(event.wait_id, None)
@@ -41,6 +43,7 @@ def wait_started(fold: FoldState, event: WaitStarted, envelope: Envelope) -> Non
         what=event.what[:LONGEST_WAIT],
         waits_for=event.waits_for[:KEPT_WAIT_NAMES],
         unnamed=max(0, len(event.waits_for) - KEPT_WAIT_NAMES),
+        # A renewal that was long on its way must not move the beginning.
         since=since if earlier_wait is None else min(since, earlier_wait.since),
         deadline=event.deadline,
         heard_at=fold.now,
@@ -111,6 +114,7 @@ def chained_waits(state: MonitorState, now: int) -> list[ChainedWait]:
     """Return the open waits, each followed by those of the processes it names."""
     waits = open_waits(state, now)
     named = {name for wait in waits for name in wait.waits_for if name != wait.by}
+    # By identity, as two waits may be equal. The list keeps them alive, so that no id is reused.
     chained_ids: set[int] = set()
     # Roots first; a circle of waits has none, and begins with its oldest wait.
     ordered = sorted(waits, key=lambda wait: wait.by in named)

@@ -36,6 +36,7 @@ def version_opened(fold: FoldState, event: VersionOpened, envelope: Envelope) ->
     """Record the ranks that a version needs parts of, and announce that they publish it."""
     version = fold.ensure_version(event.step)
     if version is not None and not version.ranks:
+        # Each rank once: `has_all_parts` compares numbers of ranks and parts.
         version.ranks = tuple(dict.fromkeys(event.ranks))
         version.transport = event.transport
         announce_since_2(
@@ -85,6 +86,7 @@ def weights_applied(fold: FoldState, event: WeightsApplied, envelope: Envelope) 
     explorer.digest = event.digest
     explorer.proof = None if event.proof is None else event.proof.status
     explorer.applied_at = fold.now
+    # A newer version answers the request as well.
     if explorer.requested_version is None or event.version >= explorer.requested_version:
         explorer.requested_version = explorer.requested_at = None
 
@@ -174,6 +176,7 @@ def _explorer(fold: FoldState, producer: Producer) -> ExplorerState:
         _make_room(fold.state, producer.rank)
     explorers[name] = explorer
     explorer.heard_at = fold.now
+    # Any event of its process shows that it lives (decision 48).
     if explorer.lease is not None and explorer.is_lost and explorer.lease.holder == producer:
         explorer.lease = structs.replace(explorer.lease, silent_at=None)
     return explorer
@@ -185,6 +188,7 @@ def _make_room(state: MonitorState, rank: int) -> None:
     while len(state.explorers) >= KEPT_EXPLORERS:
         oldest = next(iter(state.explorers))
         del state.explorers[oldest]
+        # The name is ROLE-RANK, by `format_producer`.
         dropped = int(oldest.rpartition("-")[2])
         unlisted = union(unlisted, [(dropped, dropped)])
     state.unlisted_explorers = unlisted[-KEPT_UNLISTED:]
