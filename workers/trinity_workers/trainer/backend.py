@@ -95,6 +95,7 @@ def group_by_prompt(batch: TrainingBatch) -> list[Sequence[Experience]]:
     Raises:
         UnusableBatch: There are no samples, or there are samples next to groups.
     """
+    # Trinity-RFT's trainers give a flat list, and this project's loop gives groups.
     samples = [item for item in batch if isinstance(item, Experience)]
     if not samples:
         groups = [group for group in cast("Sequence[Sequence[Experience]]", batch) if group]

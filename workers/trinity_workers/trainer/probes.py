@@ -24,6 +24,7 @@ from ..engines.base import resident
 from ..engines.sharded import reshard
 from .step.base import TrainingStep
 
+# Any number: the seal of a version carries the sequences themselves.
 _SEED = 1
 LENGTH = 48
 """Tokens of a probe: the prototype's, whose 4 x 48 saw 17 of 18 planted faults in float32."""
@@ -66,6 +67,7 @@ class VersionProber:
     def compute(self) -> Probes:
         """Return the probes of the weights of now, the same on all ranks. Collective."""
         policy = self._step.models.policy
+        # Rounded as published, since explorers compute with those values.
         with resident(policy), rounded(policy.module, self._published):
             logprobs = self._step.policy_logprobs(self._batch)  # (probes, tokens - 1)
         # At 0 and above it by the last bit, a probability of 1 is rounded.
@@ -121,6 +123,7 @@ def rounded(module: Any, dtype: torch.dtype | None) -> Iterator[None]:
     chunks = module if isinstance(module, list) else [module]
     for chunk in chunks:
         reshard(chunk)
+    # After the reshard: gathered parameters are other tensors than those of the optimizer.
     local_shards = [_local(parameter) for chunk in chunks for parameter in chunk.parameters()]
     originals: list[tuple[Tensor, Tensor]] = []
     try:

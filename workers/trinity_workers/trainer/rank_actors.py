@@ -66,6 +66,7 @@ def start_rank_actors(
     actor: Any = ray.remote(kind)
     actors = []
     for rank in range(config.trainer.rank_count):
+        # Without a wait for the one before: libraries and weights load in all processes at once.
         placed, own_gpu = rank_options(config, rank)
         actors.append(actor.options(**placed).remote(config, rank, own_gpu=own_gpu, **(own or {})))
     return actors

@@ -109,6 +109,7 @@ class RayTrainBackend(TrainEngineWrapper):
         """Take one step on samples, whose groups are dealt out over the ranks."""
         groups = group_by_prompt(batch_exps)
         metrics: dict[str, float] = await self._call("train_step", groups)
+        # Only now: a step in which a rank failed was not taken.
         self._step += 1
         return metrics
 
@@ -185,6 +186,7 @@ class RayTrainBackend(TrainEngineWrapper):
 
     async def upload_state_dict(self, metrics: dict[str, float] | None = None) -> None:
         """Publish the weights, and commit the version."""
+        # The parts before the commit, which says that all of them were dispatched.
         await self._call("upload_state_dict", self._step)
         await to_thread.run_sync(self._synchronizer.commit, self._step, metrics)
 
@@ -202,6 +204,7 @@ class RayTrainBackend(TrainEngineWrapper):
                 if attempt == SENDING_ATTEMPTS:
                     raise
                 logger.warning("step %d: sends the weights again: %s", self._step, error)
+                # For one explorer at least: this process does not know how many are left.
                 await self._call("setup_weight_sync_group", 1)
         await to_thread.run_sync(self._synchronizer.commit, self._step, metrics)
 
@@ -248,6 +251,7 @@ class RayTrainBackend(TrainEngineWrapper):
         """Stop the workers."""
         if self._workers is not None:
             await self._call("shutdown")
+            # After shutdown(), which waits for background saves.
             self._workers.kill()
             self._workers = None
         self._synchronizer.close()

@@ -65,6 +65,7 @@ def read_trainer_state(folder: Path, step: int) -> TrainerState:
         ) from None
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnusableTrainerState(path, f"{path} cannot be read ({error})") from None
+    # A file that was copied from another checkpoint would train prompts twice, or never.
     for recorded_step in (state.step, state.ledger.step):
         if recorded_step != step:
             raise UnusableTrainerState(path, f"{path} is of step {recorded_step}, not of {step}")

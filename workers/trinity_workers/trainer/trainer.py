@@ -143,10 +143,12 @@ class Trainer:
             log, config.epoch, new_producer("trainer"), deadline=deadline
         )
         wait = Deadline(deadline, f"the log of run {config.run_id} was not read")
+        # Read before anything is published: requests of explorers are followed from here on.
         self._began_at = await wait.retry(log.last_id)
         ledger = await self._restored_ledger()
         with ungrouped():
             async with anyio.create_task_group() as starting:
+                # The ranks import torch and load weights while this process reads the task's rows.
                 starting.start_soon(self.engine.prepare)
                 task = await anyio.to_thread.run_sync(task_of, config)
         if config.resumed_step is not None:
@@ -184,6 +186,7 @@ class Trainer:
             self._dispatcher.find_overlong = prompts.find_overlong_in_thread
         self._supply = RolloutSupply(config, self._dispatcher, self._waits)
         wait.renew()
+        # A resumed run does not evaluate again what an earlier epoch has evaluated.
         state = await wait.retry(partial(current_state, log))
         through = evaluated_through(state) if sets else {}
         self._evaluator = Evaluator(
@@ -207,6 +210,7 @@ class Trainer:
         await anyio.to_thread.run_sync(self._exits.enter_context, lease)
         await anyio.to_thread.run_sync(publisher.flush)
         await self.synchronize()
+        # Last: what is loaded by now stays for the whole run.
         exempt_loaded_objects()
 
     async def _restored_ledger(self) -> Ledger | None:
@@ -241,6 +245,7 @@ class Trainer:
                 await exits.enter_async_context(self._demands.listening(self._began_at))
             await exits.enter_async_context(background_tasks(*tasks))
             return await self._train()
+        # For type checkers: a context manager might suppress an error.
         raise AssertionError("unreachable")
 
     async def _train(self) -> TrainingResult:
@@ -251,7 +256,10 @@ class Trainer:
                 groups = await self._take(self.train_step_num + 1)
                 self._metrics = await self.train_step([group.experiences for group in groups])
                 step_metrics.append(self._metrics)
+                # Before a checkpoint of this step, whose ledger has these fates.
                 await self._report_trained(groups)
+                # The version first: with sync by files, a checkpoint of the same step rests on its
+                # folder.
                 if await self.need_sync():
                     await self.synchronize()
                 if self.need_save():
@@ -259,6 +267,7 @@ class Trainer:
                     await self.save_checkpoint(save_as_hf=as_hf)
             await self.engine.wait_for_save()
             await self._evaluator.drain()
+        # A trainer that is cancelled has stopped, too.
         except BaseException:
             # The error is worth more than its report, for which a server that is away is not
             # waited for again.
@@ -280,6 +289,7 @@ class Trainer:
         return None if self._has_stopped else self.train_step_num
 
     async def _publish_stopped(self) -> None:
+        # First, or the next heartbeat would report a running trainer after its end.
         self._has_stopped = True
         stopped = TrainerStatusChanged(status="stopped", step=self.train_step_num)
         await self._publisher.publish(stopped)
@@ -349,6 +359,7 @@ class Trainer:
         Raises:
             UnusableBatch: There are no samples, or there are samples next to groups.
         """
+        # Read before the step is taken, which counts it up.
         step = self.train_step_num
         groups = group_by_prompt(exps)
         metrics = await self.engine.train_step(groups)
@@ -423,9 +434,11 @@ class Trainer:
 
     async def sync_weight(self, metrics: dict[str, float] | None = None) -> None:
         """Publish the present weights as a version."""
+        # The loop publishes, and so do answers to explorers' requests: one version at a time.
         async with self._publishing:
             self._add_published()
             await self._evaluator.publishing(self.train_step_num)
+            # Before the weights leave: a request that comes from now on may have missed them.
             for requests in (self._resends, self._demands):
                 requests.publishing(self.train_step_num)
             if self._sends:

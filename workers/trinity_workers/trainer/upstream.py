@@ -54,6 +54,7 @@ def get_latest_hf_checkpoint_path(config: RunConfig) -> str | None:
         text = iteration_file.read_text(errors="replace")
     except FileNotFoundError:
         return None
+    # Not int() alone, which takes signs and underscores.
     if not text.strip().isdecimal():
         raise BadIterationFile(iteration_file, shorten(repr(text), 60))
     newest = int(text)

@@ -70,6 +70,7 @@ def load_models(
 
     if "reference" in names:
         if policy is not None and policy.adapters is not None:
+            # Base weights of adapters never change, so the reference costs no second model.
             reference = AdaptedBase(policy)
         else:
             reference = frozen(folder)

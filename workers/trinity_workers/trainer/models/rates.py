@@ -22,6 +22,7 @@ def get_adamw_options(trainer: TrainerConfig) -> AdamWOptions:
 def policy_rate(config: RunConfig) -> LearningRate:
     """Return the policy's learning rate; it is not trained while the critic warms up."""
     critic = config.algorithm.critic
+    # In these steps the policy's schedule stands still: it has no update to count.
     alone = critic.critic_warmup_steps if critic.use else 0
     return _rate(config, config.trainer.learning_rate, config.steps - alone)
 

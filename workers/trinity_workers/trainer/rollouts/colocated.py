@@ -136,6 +136,7 @@ class ColocatedAnswers:
                         answers = await player.answer_all([claim.request for claim in batch])
                         await send_answers(requests, batch, answers)
         finally:
+            # Also when cancelled: a member that is gone would stay in the group of explorers.
             with anyio.CancelScope(shield=True):
                 await requests.leave()
 

@@ -114,6 +114,8 @@ class Evaluator:
                     samples=held_out.settings.samples,
                     fingerprint=held_out.fingerprint,
                 )
+                # The event before the version: a reader of the log keeps versions with open
+                # evaluations.
                 await self._publisher.publish(started)
                 self._last_steps[held_out.name] = step
                 async with self._changed:
@@ -132,6 +134,7 @@ class Evaluator:
                 while not self._open:
                     await self._changed.wait()
             evaluation = self._open[0]
+            # It stays in the queue meanwhile: drain() returns only when the result is in the log.
             await self._publisher.publish(await self._ended(evaluation))
             async with self._changed:
                 self._open.popleft()
@@ -150,6 +153,7 @@ class Evaluator:
         try:
             scores = await self._scores(evaluation)
             rewards, failed = select_rewards(scores, self._config.rewards.on_error)
+        # No failure of this evaluation: the run continues in a newer epoch, without this trainer.
         except StaleEpoch:
             raise
         except (TrinityError, redis.RedisError, OSError) as error:

@@ -79,6 +79,8 @@ class ExplorerRequests:
                     async for delivered in events:
                         if not self._is_answered(delivered.event):
                             self._open.set()
+            # As if there was a request: a lost one would leave an explorer waiting until its
+            # deadline, and weights sent in vain cost one transfer.
             except LogLost as error:
                 logger.warning("requests for weights may have been lost: %s", error)
                 self._open.set()
@@ -92,5 +94,6 @@ class ExplorerRequests:
     async def _answer(self) -> None:
         while True:
             await self.wait()
+            # A publication that is cancelled half-way would leave ranks inside of a collective.
             with anyio.CancelScope(shield=True):
                 await self._publish()

@@ -95,6 +95,7 @@ class RolloutSupply:
             async for delivered in events:
                 ready = delivered.event
                 if ready.epoch == config.epoch and is_version(ready, config.sync.method):
+                    # The requests first: until_ready() returns once they were made.
                     await self.request(ready.step)
                     async with self._announced:
                         self._ready = ready.step
@@ -151,6 +152,7 @@ class RolloutSupply:
             )
         except TrinityError as error:
             await self._publish_dropped()
+            # Exactly this class: its subclasses name causes of their own.
             if type(error) is not DeadlineExceeded or not filtered:
                 raise
             raise GroupsFiltered(

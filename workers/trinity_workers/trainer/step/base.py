@@ -160,7 +160,9 @@ class TrainingStep(ABC):
         batch, scored = self._with_scores(batch, division)
         batch, means = prepare(self._with_passes(batch, division), settings, self._summed)
         means += scored + response_tokens(batch, shown=self._is_first_replica)
+        # After prepare(): advantages are of whole groups, which this may cut.
         mini_batches = batch.equal_parts(settings.mini_batches)
+        # (mini_batches,) float64. One exchange gives the denominators of all updates.
         counts = self._summed(loss_denominators(mini_batches, settings))
         figures: dict[str, float] = {}
         for learner in self._learners():
@@ -178,6 +180,7 @@ class TrainingStep(ABC):
 
     def policy_logprobs(self, batch: Batch) -> Tensor:
         """Return log-probabilities [B, R] of the policy at a temperature of 1. Collective."""
+        # Probes are of the distribution itself: explorers compute theirs without a temperature.
         sampled_at, self._temperature = self._temperature, 1.0
         try:
             return self._pass("proximal_logprobs", batch, self._division(batch))
@@ -217,13 +220,16 @@ class TrainingStep(ABC):
         """Take a step's updates of a model. ``counts`` are the denominators of their losses."""
         updates, rate = [], 0.0
         skipped: list[tuple[Means, Sequence[Batch]]] = []
+        # One block for all updates, so that the model's parts move to the device once.
         with resident(learner.engine, *ALL):
             for index in division.updates():
+                # Before the update, which moves the schedule on.
                 rate = learner.engine.learning_rate
                 parts = division.for_update(mini_batches[index], index).parts
                 updates.append(learner.update(parts, counts[index]))
                 if not math.isfinite(updates[-1].norm):
                     skipped.append((updates[-1].means, parts))
+        # On all ranks alike, as all have the same norms: it may be collective.
         self._skipped.record(learner.model, skipped, step=step)
         means = reduce(operator.add, (update.means for update in updates)).prefixed(learner.prefix)
         figures = {

@@ -46,7 +46,7 @@ class MicroBatches(NamedTuple):
     def joined(self, values: Sequence[Tensor]) -> Tensor:
         """Return values [b, r] of the parts' rows, in order and width of the batch: [B, R]."""
         wide = [functional.pad(tensor, (0, self.width - tensor.shape[1])) for tensor in values]
-        return torch.cat(wide)[self.order]
+        return torch.cat(wide)[self.order]  # (B, R), without the padding rows
 
 
 class BatchDivision(NamedTuple):
@@ -116,6 +116,7 @@ def division_of(
         alike: Ranks that exchange tokens in a forward pass, as experts' do: their micro-batches
             have one shape.
     """
+    # The whole batch for the passes without gradients, then each mini-batch.
     wholes = [batch, *batch.equal_parts(settings.mini_batches)]
     counts = [1] * len(wholes)
     if limit.rows is not None:
@@ -130,6 +131,7 @@ def row_sizes(batch: Batch) -> list[RowSize]:
     """Return the number of tokens of each row's prompt and response."""
     attended = batch.attention_mask
     prompts = attended[:, : batch.prompt_width].sum(dim=-1)
+    # (B, 2): one copy from the GPU for all rows, where each would wait for it.
     both = torch.stack([prompts, attended.sum(dim=-1) - prompts], dim=-1)
     return [RowSize(*size) for size in both.tolist()]
 
@@ -154,12 +156,14 @@ def _part(batch: Batch, rows: Sequence[int], sizes: Sequence[RowSize]) -> Batch:
     if not rows:
         return batch.padding_rows(1).narrowed(1, 1)
     width = padded_size([sizes[row] for row in rows])
+    # A batch without response columns has no token to compute anything of.
     return batch.select(rows).narrowed(width.prompt, max(1, width.response))
 
 
 def _pad_to_common_shape(parts: Sequence[Batch], group: dist.ProcessGroup) -> list[Batch]:
     """Return the parts with padding, so that all ranks of the group have its shape. Collective."""
     shapes = [(len(part), part.prompt_width, part.response_width) for part in parts]
+    # One exchange for all parts: their number is the same on all ranks.
     agreed = largest([size for shape in shapes for size in shape], group)
     return [
         part.padded(agreed[3 * index]).widened(*agreed[3 * index + 1 : 3 * index + 3])

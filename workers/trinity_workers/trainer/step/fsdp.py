@@ -62,6 +62,7 @@ class FSDPTrainingStep(TrainingStep):
         judge = self.models.reward_model
         parts = judge.tokens.inputs(batch).equal_parts(division.parts_of_pass)
         with torch.no_grad(), resident(judge.model):
+            # (rows,), without the padding rows of equal parts.
             return torch.cat([last_values(judge.model, part) for part in parts])[: len(batch)]
 
     def _pass(self, name: str, batch: Batch, division: BatchDivision) -> Tensor:
@@ -106,6 +107,7 @@ class FSDPTrainingStep(TrainingStep):
                 current = response_statistics(
                     policy.module, part, self._temperature, entropy=entropy, fused=self._fused
                 )
+            # A user's loss may fail on one rank alone, and leave the others in the backward pass.
             with together() if settings.has_own_loss else nullcontext():
                 return self._policy_loss(current, part, divergence)
 

@@ -159,6 +159,7 @@ def _ordinals_of_non_finite(part: Batch, name: str) -> set[int]:
     if values is None or not values.is_floating_point():
         return set()
     bad = ~torch.isfinite(values)
+    # (rows,). Padding may hold anything: nothing is computed of it.
     bad = bad & (part.groups != NO_GROUP) if bad.ndim == 1 else (bad & part.response_mask).any(1)
     return {int(group) for group in part.groups[bad]}
 

@@ -23,8 +23,11 @@ class BackgroundSaves:
     """
 
     def __init__(self, timeout: timedelta) -> None:
+        # Its own group: in that of training, collectives of both threads would be matched in
+        # another order on each rank. Gloo, since what is saved was copied to the CPU.
         self.group = dist.new_group(backend="gloo", timeout=timeout)
         self._seconds = timeout.total_seconds()
+        # One thread: two saves at once could meet in their collectives in another order.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._begun: list[tuple[str, Future[None]]] = []
 
@@ -65,4 +68,5 @@ class BackgroundSaves:
 
     def close(self) -> None:
         """Refuse further saves."""
+        # wait() comes before. If that met its deadline, this must not wait without one.
         self._thread.shutdown(wait=False)

@@ -318,12 +318,15 @@ class TrainWorker(TrainingRank):
     def shutdown(self) -> None:
         """Wait for background saves, and leave the process group; raises what failed in them."""
         with ExitStack() as exits:
+            # Last, and also after an error: saves in the background may still use the group.
             exits.callback(dist.destroy_process_group)
             self.close()
 
     def close(self) -> None:
         """Wait for background saves, and close what :meth:`open` opened; raises what failed."""
         with ExitStack() as exits:
+            # Callbacks run in reverse: a version in the background is published before its ways
+            # close.
             exits.callback(self._log.close)
             exits.callback(self._publisher.close)
             exits.callback(self._synchronizer.close)

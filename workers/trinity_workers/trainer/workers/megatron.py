@@ -48,6 +48,7 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
         A role's rank 0 opens its run alone, if it forms the group of explorers first.
         """
         if self._background_saves is None:
+            # Made late, as new_group() needs all ranks of the default group.
             self._background_saves = BackgroundSaves(self._timeout)
         return self._background_saves
 
@@ -117,6 +118,8 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
         super().wait_on_save_thread()
 
     def _settle(self) -> None:
+        # A rank whose saves are late stops all of them, or the others would wait for it in the next
+        # collective.
         with together():
             self._saves.settle()
 

@@ -48,6 +48,7 @@ class StepProfiler:
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         named = record_function(f"training step {number}")
+        # The file is written after the step, whose time it must not be part of.
         with profile(activities=activities) as profiler, named:
             yield
         path = profile_path(number, self._role, self._rank)

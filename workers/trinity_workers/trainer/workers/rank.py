@@ -37,6 +37,8 @@ class TrainingRank(Worker):
     def address(self) -> tuple[str, int]:
         """Return the address where the ranks meet; rank 0 listens there from now on."""
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        # The system chooses the port. The other ranks learn of it from this result, so that a wait
+        # for them would never end.
         self._store = TCPStore(
             host, 0, is_master=True, timeout=self._timeout, wait_for_workers=False
         )
@@ -46,7 +48,9 @@ class TrainingRank(Worker):
     def join(self, host: str, port: int) -> None:
         """Join the process group of all ranks."""
         config = self._config
+        # Ranks on one host would each start a thread for every core of it.
         torch.set_num_threads(threads(config.trainer.cpus, config.trainer.rank_count))
+        # Before the group is made, since Gloo and NCCL read the variables then.
         meet_through(host)
         if self._store is None:
             self._store = TCPStore(host, port, timeout=self._timeout)

@@ -143,10 +143,12 @@ class FSDPRollouts:
         # Not by version: a load may bring other weights at the same step.
         changes: int = self._policy.weight_changes.count
         if self._gathered != changes:
+            # Until all are copied: a failure half-way leaves a mixture of two versions.
             self._gathered = None
             own = dict(chain(self._model.named_parameters(), saved_buffers(self._model)))
             with torch.no_grad():
                 for name, tensor in self._policy.get_per_tensor_param():
+                    # In place: the model generates with these very tensors.
                     own[name].copy_(tensor)
             self._gathered = changes
         self._engine.serves = version
