@@ -62,6 +62,7 @@ def broadcast_stream(
                 sender.seal()
             except Exception as caught:
                 error = caught
+        # Before the explorers are told, below: the other ranks hold up the training loop.
         raise_together(error)
     finally:
         if sender is not None and error is not None:
@@ -81,6 +82,7 @@ class _Bare:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         del name
         try:
+            # Collectives take contiguous tensors, and a transposed view is none.
             self._group.broadcast(tensor.detach().contiguous(), 0).wait()
         except RuntimeError as caught:
             raise CollectiveBroken("broadcast", str(caught)) from caught

@@ -41,6 +41,7 @@ def in_dtype(tensors: NamedTensors, dtype: torch.dtype) -> NamedTensors:
 def _summon(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     prefixes = {id(submodule): name for name, submodule in module.named_modules()}
     for unit in FullyShardedDataParallel.fsdp_modules(module):
+        # Nothing is changed, so nothing has to be written back into the shards.
         with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
             for name, tensor in _once(_own_parameters(unit, prefixes[id(unit)])):
                 # A copy: a view would keep FSDP's memory from being freed.

@@ -122,6 +122,7 @@ def save_huggingface(
         gathered = full_tensors(engine) if tensors is None else tensors
         # The thread of the save checks them, beside training.
         error = drain(gathered, queue, error, buffers=None)
+    # Also if it is interrupted: the save's thread would wait for tensors for ever.
     except BaseException as caught:
         broken = CollectiveBroken("gather", str(caught), global_step)
         if queue is not None:
@@ -129,6 +130,7 @@ def save_huggingface(
         if isinstance(caught, Exception):
             raise broken from caught
         raise
+    # Before the exchange: the thread of the save need not wait for other ranks.
     if queue is not None:
         queue.end(error)
     raise_together(error)
@@ -184,6 +186,7 @@ class TensorQueue:
         """Append a copy on the CPU, once there is room. Raises DeadlineExceeded."""
         give_up = time.monotonic() + self._deadline
         with self._changed:
+            # A tensor above the limit enters an empty queue, or it never would.
             while self._bytes and self._bytes + tensor.nbytes > self._limit and not self._closed:
                 if not self._changed.wait(give_up - time.monotonic()):
                     raise DeadlineExceeded(
@@ -194,6 +197,8 @@ class TensorQueue:
                     )
             if self._closed:
                 return  # the save failed, and has said so; the other ranks gather on
+        # Outside of the lock, as a copy from a GPU takes long; there is one producer, so that no
+        # other tensor takes its room meanwhile.
         copy = tensor.detach().to("cpu", copy=True)
         with self._changed:
             self._tensors.append((name, copy))
@@ -232,4 +237,5 @@ class TensorQueue:
                 self._bytes -= tensor.nbytes
                 self._changed.notify_all()
             yield name, tensor
+            # Not held while waiting for the next one.
             del tensor

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from trinity_events import CheckpointCoordinator
 
 SAVE_NAME = "model_state_dict"
-_KEY_BYTES = 8
+_KEY_BYTES = 8  # length of an XXH3 digest of 64 bits
 
 
 class NoCheckpointManager(TrinityError):
@@ -116,6 +116,7 @@ def save_as_one(
         PeerFailed: on the ranks that did not fail themselves.
         CollectiveBroken: if a rank died or was too slow.
     """
+    # They decide after an error whether all ranks have raised it, or have yet to receive it.
     writing = written = False
 
     def save() -> None:
@@ -234,6 +235,7 @@ def _publish_failure(
         raise error
 
     try:
+        # A name of its own: several survivors publish, and each is another slot.
         coordinator.save_sync(fail, step, is_state_dict, name=f"{name}_{dist.get_rank()}")
     except CollectiveBroken:
         pass
@@ -246,6 +248,7 @@ def without_replicas(shards: Iterable[LocalShard]) -> list[LocalShard]:
 
     Each goes to one of the ranks that have it, by a digest that deals them out evenly.
     """
+    # The shards may be refused on one rank alone, before the collective below.
     with together():
         mine = list(shards)
     keys = [_key(shard) for shard in mine]

@@ -260,6 +260,7 @@ class PublishSnapshot:
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
         self._staging = StagingMemory()
+        # One thread: the staging memory holds one version.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._sending: Future[None] | None = None
         self._step = 0
@@ -322,8 +323,10 @@ class PublishSnapshot:
         try:
             sending.result(self._deadline)
         except TimeoutError:
+            # A TimeoutError of the publication itself, and not of this wait.
             if sending.done():
                 raise
+            # Kept, so that a later wait can still end it: its thread reads the staging memory.
             self._sending = sending
             raise DeadlineExceeded(
                 f"the weights of step {self._step} were not published",
