@@ -97,6 +97,7 @@ def find_shares(mode: Dispatch, table: RankTable) -> Shares:
         answering = [
             rank
             for rank, info in enumerate(table)
+            # The last stage alone has logits, and its tensor-parallel ranks have equal results.
             if (info.tp_rank, info.pp_rank, info.cp_rank) == (0, sizes.pp_size - 1, 0)
         ]
     else:
@@ -106,6 +107,7 @@ def find_shares(mode: Dispatch, table: RankTable) -> Shares:
         ]
         answering = [rank for rank, info in enumerate(table) if info.tp_rank == 0]
     answering = sorted(answering, key=shares.__getitem__)
+    # Else rows would silently come back in the place of others.
     if [shares[rank] for rank in answering] != list(range(len(set(shares)))):
         raise DispatchRefused("layout", mode.value, ranks=len(table))
     return Shares(tuple(shares), tuple(answering))
@@ -151,6 +153,7 @@ def deal(mode: Dispatch, table: RankTable, arguments: Sequence[Any]) -> Dealt:
         raise DispatchRefused("nothing", mode.value)
     shares = find_shares(mode, table)
     divided = [split_rows(argument, shares.number) for argument in arguments]
+    # Rows of arguments of other lengths would come to ranks that have others to go with them.
     rows = {division.dealing.rows for division in divided}
     if len(rows) > 1:
         raise DispatchRefused("rows", rows=tuple(sorted(rows)))

@@ -134,6 +134,7 @@ class WorkerGroup:
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         """Return a registered method as a function that calls the ranks."""
+        # copy and pickle look for special methods, also before __init__ has set the attributes.
         if method.startswith("_"):
             raise AttributeError(method)
         registered = self._get_registered(method)
@@ -178,6 +179,7 @@ class WorkerGroup:
         shares = _pack_shares(dealt)
         given = {name: pack(option) for name, option in options.items()}
         answering = set(dealt.answering)
+        # All ranks are called before any is waited for: a method may be collective.
         references = {
             rank: self.workers[rank].execute.remote(
                 method, rank in answering, *shares[share], **given
@@ -196,6 +198,7 @@ class WorkerGroup:
 
     async def _death(self, rank: int, method: str) -> WorkerDied:
         process = self._processes[rank] if self._processes else None
+        # In a thread, as it may wait for the kernel's word for VERDICT seconds.
         how = "" if process is None else await to_thread.run_sync(self._deaths.wait, process)
         return WorkerDied(self._format_rank(rank), method, self._format_death(method), how)
 
@@ -243,11 +246,13 @@ class Answers:
         call = self._call
         answers: dict[int, Any] = {}
         errors: dict[int, Exception] = {}
+        # Room for all ranks: the reader stops at the first error, and no sender may wait then.
         ended, next_end = anyio.create_memory_object_stream[int](len(call.dealt.ranks))
 
         async def receive(rank: int) -> None:
             try:
                 answers[rank] = await call.answer(rank)
+            # Kept, and raised below: which error is the cause is known only when several are there.
             except Exception as error:
                 errors[rank] = error
             ended.send_nowait(rank)
@@ -260,6 +265,8 @@ class Answers:
                 while pending and (call.settles or not errors):
                     await next_end.receive()
                     pending -= 1
+                # A broken collective is reported at once, and Ray finds out about the death behind
+                # it later.
                 if pending and all(map(_may_follow_a_death, errors.values())):
                     before = len(errors)
                     with anyio.move_on_after(DEATH_KNOWN):
@@ -270,6 +277,7 @@ class Answers:
         failed = [errors[rank] for rank in sorted(errors)]
         if failed:
             raise failed[0] if call.settles else min(failed, key=_is_no_death)
+        # The block above ended by its timeout, without an error.
         if len(answers) < len(call.dealt.ranks):
             raise DeadlineExceeded(self._format_missing(answers), self._timeout or 0.0)
         collected = call.dealt.collect([answers[rank] for rank in sorted(answers)])
@@ -285,6 +293,7 @@ class Answers:
 def _pack_shares(dealt: Dealt) -> list[tuple[Any, ...]]:
     """Return the arguments of each share as they are sent: once, where several ranks get them."""
     shares = [tuple(map(pack, share)) for share in dealt.arguments]
+    # Each share goes to one rank: Ray stores it with the call.
     if len(shares) == len(dealt.ranks) or not dealt.dealing:
         return shares
     return [tuple(map(ray.put, share)) for share in shares]
@@ -292,6 +301,7 @@ def _pack_shares(dealt: Dealt) -> list[tuple[Any, ...]]:
 
 def _refuse_event_loop(method: str) -> None:
     try:
+        # anyio.run() would refuse as well, in a text that names no way out.
         asyncio.get_running_loop()
     except RuntimeError:
         return

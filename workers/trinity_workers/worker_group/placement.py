@@ -226,6 +226,8 @@ def _fits(nodes: Sequence[float], shares: Sequence[float]) -> bool:
                 (room, node, at)
                 for node, gpus in enumerate(free)
                 for at, room in enumerate(gpus)
+                # Half a unit absorbs what the subtraction of floats leaves: 1 - 0.9 is less than
+                # 0.1.
                 if room > share - _RAY_UNIT / 2
             ]
             if not fitting:
@@ -237,14 +239,17 @@ def _fits(nodes: Sequence[float], shares: Sequence[float]) -> bool:
 
 def local_gpus() -> int:
     """Return the GPUs of this host that Ray would find, without starting it."""
+    # Ray's own variable, which its nodes obey before they look for devices.
     overridden = json.loads(os.environ.get("RAY_OVERRIDE_RESOURCES") or "{}")
     if "GPU" in overridden:
         return int(overridden["GPU"])
+    # Private, as Ray's public resources are known only once it runs.
     from ray._private.accelerators import get_accelerator_manager_for_resource
 
     manager: Any = get_accelerator_manager_for_resource("GPU")
     visible = manager.get_current_process_visible_accelerator_ids()
     count: int = manager.get_current_node_num_accelerators()
+    # None without CUDA_VISIBLE_DEVICES, which may also hide all of them.
     return count if visible is None else min(count, len(visible))
 
 
@@ -313,6 +318,7 @@ def rank_options(config: TrainConfig, rank: int) -> tuple[dict[str, Any], bool]:
 
 def threads(cpus: float | None, sharing: int) -> int:
     """Return the threads of a process: its CPUs, or its share of the host's if none are given."""
+    # Rounded down, as a thread without a core slows the others; never 0, which torch refuses.
     return max(1, math.floor(cpus) if cpus is not None else (os.cpu_count() or 1) // sharing)
 
 

@@ -39,6 +39,7 @@ def rank_table(sizes: DistGlobalInfo) -> list[DistRankInfo]:
 
     Expert parallelism divides the data-parallel ranks anew and moves none of them.
     """
+    # megatron-core's default order is "tp-cp-ep-dp-pp", the fastest first (parallel_state.py).
     return [
         DistRankInfo(tp_rank=tp, dp_rank=dp, pp_rank=pp, cp_rank=cp)
         for pp in range(sizes.pp_size)

@@ -49,6 +49,7 @@ def registered_methods(kind: type) -> dict[str, Registered]:
     A method that overrides a registered one without a mark of its own is called as that one.
     """
     methods: dict[str, Registered] = {}
+    # From the base on: a mark of a subclass wins, and an override without one keeps its base's.
     for base in reversed(kind.__mro__):
         for name, value in vars(base).items():
             mark = getattr(value, _MARK, None)

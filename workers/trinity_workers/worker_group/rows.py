@@ -78,6 +78,7 @@ def split_rows(value: Any, shares: int) -> Divided:
         if is_groups(value):
             parts = balance([_count_tokens(group) for group in value], shares)
         else:
+            # In turn, so that a list sorted by length is spread.
             parts = [list(range(share, len(value), shares)) for share in range(shares)]
         dealing = Dealing(len(value), len(value), places(parts, [len(part) for part in parts]))
         return Divided([[value[row] for row in part] for part in parts], dealing)
@@ -91,6 +92,7 @@ def split_rows(value: Any, shares: int) -> Divided:
 
 def is_groups(value: Any) -> bool:
     """Return True if a value is a sequence of groups of samples."""
+    # Only the first item of the first: a list of groups is of one kind throughout.
     for _ in range(2):
         if not isinstance(value, Sequence) or not value:
             return False
@@ -103,6 +105,7 @@ def _count_tokens(group: Sequence[Experience]) -> int:
 
 
 def _deal_in_order(rows: int, shares: int) -> Dealing:
+    # A range marks that shares are consecutive, and costs no list of a place for each row.
     return Dealing(rows, -(-rows // shares) * shares, range(rows))
 
 
@@ -130,7 +133,7 @@ def _join(first: Any, answers: Sequence[Any], dealing: Dealing) -> Any:
 def _(first: Tensor, answers: Sequence[Tensor], dealing: Dealing) -> Tensor:
     if not first.ndim:
         return first
-    whole = torch.cat(list(answers))
+    whole = torch.cat(list(answers))  # (total rows, ...)
     _check(len(whole), dealing)
     if dealing.is_in_order:
         return whole[: dealing.rows]

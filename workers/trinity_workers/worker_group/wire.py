@@ -51,6 +51,7 @@ def pack(value: Any) -> Any:
         return _Packed(array.numpy(), str(value.dtype).removeprefix("torch."))
     if isinstance(value, Batch):
         return _PackedBatch({name: pack(tensor) for name, tensor in value.known().items()})
+    # Exactly dict: a subclass would come back as a plain one.
     if type(value) is dict:
         return {name: pack(item) for name, item in value.items()}
     if is_groups(value):

@@ -27,6 +27,7 @@ class Worker:
         """
         given = {name: unpack(option) for name, option in options.items()}
         answer = getattr(self, method)(*map(unpack, args), **given)
+        # Ranks of a replica have equal answers: one of them crosses the network.
         return pack(answer) if is_answering else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
