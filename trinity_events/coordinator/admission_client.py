@@ -19,7 +19,7 @@ from ..log.retry import backoff_delays, is_transient
 from ..replay import announced
 from .timeouts import SaveTimeouts
 
-_LONGEST_PAUSE = 2.0
+_LONGEST_PAUSE = 2.0  # seconds: a server that is back is asked within this time
 
 
 def wait_for_turn(
@@ -36,6 +36,7 @@ def wait_for_turn(
         PublishError: if the server refuses the request permanently.
     """
     what = f"a turn to save {request.slot.name} of step {request.slot.step}"
+    # The report makes a long wait for a turn visible in the log (decision 24).
     with publisher.waits.waiting(what, deadline=deadline, step=request.slot.step):
         _wait_for_turn(publisher, request, deadline, timeouts)
 
@@ -43,19 +44,28 @@ def wait_for_turn(
 def _wait_for_turn(
     publisher: Publisher, request: SaveRequested, deadline: float, timeouts: SaveTimeouts
 ) -> None:
+    # The monotonic clock: a clock that is set back must not prolong the deadline.
     began = asked_at = time.monotonic()
     fault = _publish_request(publisher, request, began + deadline)
     faults = backoff_delays(_LONGEST_PAUSE)
     while (remaining := began + deadline - time.monotonic()) > 0:
         try:
+            # Each grant has its own key, because a thousand readers of the announcements would cost
+            # a million deliveries (decision 10).
             if publisher.log.granted(request.save_id, min(remaining, timeouts.grant_read)):
                 return
+            # The server answered: the next outage begins with short pauses again.
             fault, faults = None, backoff_delays(_LONGEST_PAUSE)
+            # A fold of a newer epoch never grants a request of an older one: waiting longer is
+            # useless.
             if publisher.log.epoch() > publisher.epoch:
                 break
+            # The fold may have dropped the request while this process could not renew its
+            # heartbeat.
             if time.monotonic() - asked_at >= timeouts.request_again:
                 asked_at = time.monotonic()
                 fault = _publish_request(publisher, request, began + deadline)
+        # Any error is kept, so that the refusal names the last one as its cause.
         except Exception as error:
             fault = error
             if not is_transient(error):
@@ -73,6 +83,7 @@ def _publish_request(
         try:
             publisher.publish(request)
             return None
+        # A full buffer drains once the server is back; other publish errors are permanent.
         except BufferFull as error:
             remaining = give_up - time.monotonic()
             if remaining <= 0:
@@ -86,6 +97,7 @@ def _refusal(
     run_id = publisher.run_id
     what = f"{slot.name} of step {slot.step}"
     epoch, turn = publisher.epoch, None
+    # After a failed read another read would only wait for the same server.
     if fault is None:
         try:
             epoch, turn = _last_turn(publisher.log, max(epoch, publisher.log.epoch()))
@@ -117,8 +129,10 @@ def _last_turn(log: SyncEventLog, epoch: int) -> tuple[int, Slot | None]:
     for entry in announced(log):
         try:
             envelope = decode_envelope(entry.payload)
+        # An entry that is no event must not hide the reason for which the turn was refused.
         except ContractError:
             continue
+        # Grants of earlier epochs say nothing about the queue of this one.
         if envelope.epoch > epoch:
             epoch, turn = envelope.epoch, None
         if isinstance(envelope.event, SaveGranted) and envelope.epoch == epoch:

@@ -115,8 +115,9 @@ class CheckpointCoordinator:
         self._failures: list[_Failure] = []
         self._unpublished: list[PublishError] = []
         self._space = SaveSpace(self._run_folder)
+        # Background saves append their failures while a wait takes them.
         self._lock = threading.Lock()
-        self._warned: str | None = None
+        self._warned: str | None = None  # a run that commits each step warns once, not each time
 
     def save_async(
         self,
@@ -157,9 +158,11 @@ class CheckpointCoordinator:
             finally:
                 self._inflight.leave(attempt)
 
+        # The thread is registered before it starts, because a second save of the name must find it.
         thread = _save_thread(attempt, save)
         self._inflight.enter(attempt, thread, self._turn_deadline)
         try:
+            # A thread that cannot start (the limit of the host) would block its name for ever.
             thread.start()
         except BaseException:
             self._inflight.leave(attempt)
@@ -196,6 +199,8 @@ class CheckpointCoordinator:
         attempt = self._attempt(name, global_step, is_state_dict, paths, ranks)
 
         def finish() -> None:
+            # The block holds the name and the heartbeat of the first part until the future has
+            # ended.
             with cleanup:
                 self._collect(attempt, lambda: self._finish(attempt, lambda: started, paths))
 
@@ -203,10 +208,14 @@ class CheckpointCoordinator:
         with ExitStack() as exits:
             self._inflight.enter(attempt, thread, self._turn_deadline)
             exits.callback(self._inflight.leave, attempt)
+            # Before the event of the start: the leader expires saves of a process without a
+            # heartbeat.
             exits.enter_context(self._beating())
             with self._failing(attempt):
                 self._start(attempt, start_fn, paths)
+                # Still on the caller's thread, where the collectives of a save must run.
                 started = start_fn()
+            # From here on the thread leaves the registry; an error above leaves it in this block.
             cleanup = exits.pop_all()
         try:
             thread.start()
@@ -237,6 +246,8 @@ class CheckpointCoordinator:
         if name is None:
             kind: Kind = "state_dict" if is_state_dict else "checkpoint"
             folder = parse_staged_folder(self._relative(_paths(path)))
+            # A name that is free in this step, so that each call fills a slot (invariant 1 of
+            # sync_save_names).
             with self._sync_names.reserved(SavePlace(global_step, kind, folder)) as free_name:
                 self.save_sync(
                     *(save_fn, global_step, is_state_dict), name=free_name, path=path, ranks=ranks
@@ -250,6 +261,7 @@ class CheckpointCoordinator:
         finally:
             self._inflight.leave(attempt)
         if unpublished is not None:
+            # Raised after the slot is left: the save succeeded, and only its event is missing.
             raise unpublished
 
     def wait(self, name: str, deadline: float | None = None) -> None:
@@ -282,13 +294,16 @@ class CheckpointCoordinator:
         if give_up is not None:
             remaining = max(0.0, min(remaining, give_up - time.monotonic()))
         try:
+            # Flush and heartbeat share one deadline: the caller asked for one.
             until = time.monotonic() + remaining
             self._publisher.flush(remaining)
             if name is None:
+                # Only a wait for all saves stops the heartbeat: saves of other names still need it.
                 self._heartbeat.settle(max(0.0, until - time.monotonic()))
         except PublishError as error:
             with self._lock:
                 self._unpublished.append(error)
+        # Failures are raised after the flush, so that the log has their events if the caller exits.
         self._raise_failures(name)
 
     async def register_and_monitor(
@@ -319,6 +334,7 @@ class CheckpointCoordinator:
                 seconds, by default the publisher's deadline. It may still accept them later;
                 calling again does no harm.
         """
+        # The publisher blocks; on the event loop it would stop the other tasks of a trainer.
         await anyio.to_thread.run_sync(
             partial(
                 self.register_and_monitor_blocking,
@@ -354,6 +370,8 @@ class CheckpointCoordinator:
                 expected=count,
             )
             for counted_kind, count in counts
+            # A registration of zero for the committed kind: without one the fold would wait for a
+            # count.
             if count or counted_kind == kind
         )
         for registration in registrations:
@@ -364,8 +382,10 @@ class CheckpointCoordinator:
         self._publisher.publish(
             StepCommitted(step=global_step, kind=kind, registrations=registrations, metrics=numbers)
         )
+        # A trainer that dies after this call has committed the step: the leader can complete it.
         self._publisher.flush(self._flush_within)
         self._warn_if_other_folder()
+        # Raised last: a metric that is no number must not cost the step its commit.
         check_metrics(global_step, refused)
 
     def _warn_if_other_folder(self) -> None:
@@ -376,6 +396,7 @@ class CheckpointCoordinator:
         try:
             warning = other_folder(log.get_leader_folder(), self._run_folder.resolve(), log.run_id)
         except Exception as error:
+            # The check is a courtesy: the commit is in the log already and must not seem to fail.
             logger.debug("the folder of the reducer of run %s is unknown: %s", log.run_id, error)
             return
         if warning is not None and warning != self._warned:
@@ -393,10 +414,13 @@ class CheckpointCoordinator:
         producer = self._publisher.producer
         kind: Kind = "state_dict" if is_state_dict else "checkpoint"
         return SaveAttempt(
+            # 64 random bits: ids of attempts are unique over processes and restarts without a
+            # counter.
             secrets.token_hex(8),
             Slot(step=step, kind=kind, role=producer.role, rank=producer.rank, name=name),
             path=self._relative(paths),
             lease=self._lease,
+            # Without a process the attempt asks for no turn: see SaveAttempt.begin.
             process=None if self._strategy == "unrestricted" else this_process(),
             ranks=ranks,
         )
@@ -405,6 +429,7 @@ class CheckpointCoordinator:
         """Run a save in the background, and keep its error for a wait."""
         try:
             unpublished = save()
+        # Also SystemExit, which a thread would swallow without a trace.
         except BaseException as error:
             logger.exception("background save %s failed", attempt.what)
             with self._lock:
@@ -421,6 +446,8 @@ class CheckpointCoordinator:
         with self._beating():
             with self._failing(attempt):
                 self._start(attempt, save_fn, paths)
+            # Outside of the block above: _finish publishes its own failure, and two of them are out
+            # of order.
             return self._finish(attempt, save_fn, paths)
 
     def _finish(
@@ -432,6 +459,8 @@ class CheckpointCoordinator:
             every = self._timeouts.progress_every
             with reporting_progress(self._publisher, attempt, paths, every):
                 wait_for_future(save_fn())
+            # Measured after the future has ended, and inside of the turn: a digest of half a file
+            # would fail the checkpoint.
             measured = self._measure(attempt, paths)
             if paths is not None:
                 self._space.finish(attempt, measured.bytes, is_folder=paths.is_folder)
@@ -456,6 +485,8 @@ class CheckpointCoordinator:
         relative = self._relative(paths)
         if self._run_folder and relative and is_in_place(relative, attempt.slot.step):
             folder = self._run_folder / final_name(attempt.slot.step)
+            # Marked by the saver, because an event alone must not make a folder removable (decision
+            # 35).
             mark_in_place(folder, self._publisher.epoch, attempt.slot.step)
         if staged is not None:  # also of nothing: the reducer digests what several ranks wrote
             slot = attempt.slot

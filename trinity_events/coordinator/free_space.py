@@ -92,6 +92,7 @@ class SaveSize(NamedTuple):
         """
         if ranks in (None, 1):
             return cls(nbytes, nbytes)
+        # Ranks of one folder each measure all of it, so the share of one of them is unknown.
         return cls(0, nbytes) if is_folder else cls(nbytes, nbytes * ranks)
 
 
@@ -130,11 +131,16 @@ class SaveSpace:
             try:
                 staged = paths.staged_root(self._run)
                 size = size or self._last.get((slot.kind, slot.name))
+                # A first save of a resumed process has no last size; the newest checkpoint of the
+                # run has one.
                 if size is None and self._run is not None and staged is not None:
                     size = _measure_newest(paths, self._run, staged, ranks)
+                # Invariant 2: a guess could refuse a save that fits.
                 if size is None:
                     return
                 needed, others = self._sum_needed(size, staged)
+                # Read under the lock: two saves that start together must not both count the same
+                # free bytes.
                 free = get_free_disk_bytes(paths.path)
             except OSError as error:
                 logger.debug("the free space for %s is unknown: %s", paths.path, error)
@@ -149,6 +155,7 @@ class SaveSpace:
         """Return the bytes that a save is to write yet, and those of the saves under way."""
         if staged is None:
             return size.own, 0
+        # Folders without a save under way are forgotten: a run stages one for each checkpoint.
         self._staged = {
             root: sizes
             for root, sizes in self._staged.items()
@@ -158,6 +165,7 @@ class SaveSpace:
         rest = self._sum_rest(staged) + size.total
         # The folder may have files of saves whose sizes are unknown.
         needed = max(size.own, min(size.total, rest))
+        # A rest below zero, of files with unknown sizes, frees nothing for other saves.
         return needed, max(0, rest - needed) + sum(max(0, each) for each in rests.values())
 
     def _sum_rest(self, staged: Path) -> int:
@@ -178,6 +186,8 @@ class SaveSpace:
             self._last[attempt.slot.kind, attempt.slot.name] = size
             self._under_way.discard(attempt.save_id)
             for sizes in self._staged.values():
+                # The measured size takes the place of the planned one, from which the rest is
+                # computed.
                 if attempt.save_id in sizes:
                     sizes[attempt.save_id] = size
 
@@ -186,6 +196,8 @@ class SaveSpace:
         with self._lock:
             self._under_way.discard(attempt.save_id)
             for sizes in self._staged.values():
+                # Files of a failed save stay on the disk, and so are missing in its free space
+                # already.
                 sizes.pop(attempt.save_id, None)
 
 
@@ -201,4 +213,5 @@ def _measure_newest(
 
 
 def _get_written(staged: Path) -> int:
+    # The first save of a step runs before its folder is made.
     return SavedPaths(staged).size() if staged.exists() else 0

@@ -40,7 +40,7 @@ class InflightSaves:
     def __init__(self, waits: WaitReporter) -> None:
         self._waits = waits
         self._saves: dict[str, _Save] = {}
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # also the lock of the registry
 
     def enter(self, attempt: SaveAttempt, thread: threading.Thread, deadline: float) -> None:
         """Wait until no save of this name runs, then register the attempt.
@@ -59,8 +59,10 @@ class InflightSaves:
 
     def _wait_for_earlier(self, attempt: SaveAttempt, deadline: float, reported: Wait) -> None:
         name, give_up = attempt.slot.name, time.monotonic() + deadline
+        # A loop: another waiter of this name may have registered its save first.
         while name in self._saves:
             earlier = self._saves[name]
+            # Checked in each round, since the save that runs may be another one by now.
             self._refuse_itself(earlier, f"save {attempt.what}")
             remaining = give_up - time.monotonic()
             if remaining <= 0:
@@ -69,6 +71,7 @@ class InflightSaves:
                     deadline,
                     _format_save(earlier),
                 )
+            # The report names the save that is waited for now, not the first one.
             reported.update(*_object(earlier))
             self._changed.wait(remaining)
 
@@ -76,6 +79,7 @@ class InflightSaves:
         """Unregister an attempt that succeeded or failed."""
         with self._changed:
             del self._saves[attempt.slot.name]
+            # All waiters: some wait for this name, others for all names.
             self._changed.notify_all()
 
     def wait(self, deadline: float | None, name: str | None = None) -> None:
@@ -85,6 +89,7 @@ class InflightSaves:
             DeadlineExceeded: after ``deadline`` seconds; the message names the running saves.
         """
         with self._changed:
+            # A save function that waits for all saves would wait for itself until its deadline.
             for save in self._running(name):
                 self._refuse_itself(save, "wait for all saves")
             if not self._wait_for(deadline, name):

@@ -17,8 +17,8 @@ from trinity_schemas import (
 from ..errors import StructuredError
 from ..system.error_text import checkpoint_cause, format_message
 
-_LONGEST_MESSAGE = 2000
-_LONGEST_NAME = 256
+_LONGEST_MESSAGE = 2000  # characters: an error of a save is an event, which has a maximum size
+_LONGEST_NAME = 256  # characters of an error's class name; a class made at run time may have any
 
 
 class AttemptOutOfOrder(StructuredError, RuntimeError):
@@ -80,6 +80,7 @@ class SaveAttempt:
     def begin(self) -> SaveRequested | SaveStarted:
         """Begin the attempt: start it, or request a turn if it needs one."""
         self._leave("new")
+        # No strategy limits the saves: a turn would cost a round trip through the reducer.
         if self._process is None:
             return self._start()
         self.stage = "waiting"
@@ -111,6 +112,8 @@ class SaveAttempt:
     ) -> SaveFinished:
         """End the attempt with success: its files are durable."""
         self._leave("running")
+        # A terminal stage: a progress event that comes after the end raises, instead of being
+        # folded.
         self.stage = "over"
         return SaveFinished(
             save_id=self.save_id,
@@ -136,6 +139,7 @@ class SaveAttempt:
         return SaveFailed(
             save_id=self.save_id,
             slot=self.slot,
+            # The cause, because torch wraps the errors of checkpoint threads in one of its own.
             error_type=type(cause).__name__[:_LONGEST_NAME],
             message=format_message(cause)[:_LONGEST_MESSAGE],
             followed=followed,

@@ -43,6 +43,7 @@ def reporting_progress(
         target=_publish_sizes,
         args=(publisher, attempt, paths, every, over),
         name="save-progress",
+        # A daemon, unlike the save itself: a process that ends needs no more progress.
         daemon=True,
     )
     thread.start()
@@ -63,6 +64,7 @@ def _publish_sizes(
     while not over.wait(every):
         try:
             written = paths.size()
+            # An attempt that is over refuses progress: a late event would be out of order.
             if written != last_size and not over.is_set():
                 publisher.publish(attempt.progress(written))
                 last_size = written
@@ -75,9 +77,12 @@ def wait_for_future(returned: Any) -> None:
 
     torch's ``async_save`` returns a future, or an object with one of staging and one of upload.
     """
+    # AsyncSaveResponse of torch.distributed.checkpoint: staging ends earlier, and the files are
+    # durable with the upload.
     future = getattr(returned, "upload_completion", returned)
     if isinstance(future, asyncio.Future):
         raise AsyncioFutureReturned
     result = getattr(future, "result", None)
+    # Duck typing: futures of different libraries share no base class.
     if callable(result):
         result()

@@ -62,6 +62,7 @@ class SavedPaths:
         if isinstance(paths, (Path, str)):
             self.path, self._files = Path(paths), None
             return
+        # Resolved and sorted: the digest must not depend on the order, or on links in the paths.
         full = sorted({Path(path).resolve() for path in paths})
         if not 1 <= len(full) <= MOST_PATHS:
             raise PathCountRefused(len(full), MOST_PATHS)
@@ -82,6 +83,7 @@ class SavedPaths:
     def moved(self, root: Path, other: Path) -> SavedPaths:
         """Return the same paths below another folder. Raises ValueError for one outside of root."""
         if self._files is None:
+            # Both sides are resolved, since a run's folder is often a link to another disk.
             return SavedPaths(other / self.path.resolve().relative_to(root.resolve()))
         return SavedPaths([other / file.relative_to(root.resolve()) for file in self._files])
 
@@ -103,6 +105,8 @@ class SavedPaths:
         sums = {} if root is None else sums_below(self._listed(shared=shared), root.resolve())
 
         def get_digest(path: Path) -> str:
+            # Files of the manifest are digested already: a second read of a checkpoint costs
+            # minutes.
             listed = None if root is None else sums.get(_relative_name(path, root))
             return (digest_files([path])[0] if listed is None else listed).sha256
 
@@ -114,6 +118,7 @@ class SavedPaths:
             }
             return MeasuredPaths(self.size(), combine_digests(digests), sums)
         listed = self.path / FILE_DIGESTS if self.path.is_dir() else self.path
+        # Invariant of the event: it has no digest for a folder whose writers listed none.
         if listed != self.path and not listed.is_file():
             return MeasuredPaths(self.size(), None, sums)
         return MeasuredPaths(self.size(), f"sha256:{get_digest(listed)}", sums)
@@ -145,6 +150,7 @@ def _walk_files(path: Path) -> Iterator[Path]:
         yield path
         return
     for file in path.rglob("*"):
+        # The reducer and the savers' lists come and go there, so they are no part of a save.
         if file.is_file() and file.name not in REDUCER_FILES and file.parent.name != MANIFEST_PARTS:
             yield file
 

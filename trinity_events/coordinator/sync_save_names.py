@@ -43,11 +43,14 @@ class SyncSaveNames:
         """Return a name for the block, which keeps it unless the block raises."""
         with self._lock:
             numbers = self._numbers.setdefault(place, set())
+            # The lowest free number: a call after a failed one fills that slot (invariant 2).
             number = next(number for number in range(len(numbers) + 1) if number not in numbers)
             numbers.add(number)
             while len(self._numbers) > _MOST_PLACES:
+                # The oldest place: dicts keep the order of insertion.
                 del self._numbers[next(iter(self._numbers))]
         try:
+            # Without the lock: other threads save while this save runs.
             yield "save_sync" if number == 0 else f"save_sync-{number + 1}"
         except BaseException:
             with self._lock:

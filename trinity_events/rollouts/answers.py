@@ -89,9 +89,11 @@ class AnswerReader:
 
     async def read_all(self, wait: Deadline) -> AsyncIterator[list[Answer]]:
         """Yield all entries that are there."""
+        # Read before the entries: a position behind the cursor proves that the stream was deleted.
         newest, mended = await self._streams.newest_answer(wait), self._mended
         if position(newest) < position(self._cursor):
             self._cursor = ORIGIN
+            # Before the new entries, whose samples must not complete a group of the old ones.
             yield [Restarted()]
         while answers := await self._read(wait):
             yield answers
@@ -100,15 +102,22 @@ class AnswerReader:
             await self._mend(wait, newest)
 
     async def _read(self, wait: Deadline, block: float | None = None) -> list[Answer]:
+        # An id that a writer chose may be the largest one, after which the server adds nothing.
         chosen = not is_from_a_clock(self._cursor)
         entries = []
         if self._cursor != LAST_ID:  # a server answers a read after this one with an error
             entries = await self._streams.answers_after(
-                wait, self._cursor, None if chosen else block
+                # Without blocking: after such an id no entry may ever come.
+                wait,
+                self._cursor,
+                None if chosen else block,
             )
         if entries:
+            # Before decoding: an entry that cannot be decoded is not read twice.
             self._cursor = entries[-1][0].decode()
         elif chosen:
+            # Only after an empty read: a deletion before it would lose unread answers (invariant
+            # 4).
             await self._mend(wait, self._cursor)
         return [self._decode(entry_id.decode(), fields) for entry_id, fields in entries]
 
@@ -128,6 +137,8 @@ class AnswerReader:
     def _decode(self, entry_id: str, fields: dict[bytes, bytes]) -> Answer:
         request = fields.get(b"failed")
         if request is not None:
+            # Cut before decoding: UTF-8 has at most 4 bytes for a character, and explorers choose
+            # the text.
             reason = fields.get(b"reason", b"")[: 4 * LONGEST_DETAIL].decode(errors="replace")
             explorer = fields.get(b"explorer", b"").decode(errors="replace")[:LONGEST_NAME]
             return Failed(
@@ -137,12 +148,14 @@ class AnswerReader:
                 explorer,
                 _decode_error(fields.get(b"error")),
             )
+        # The script that reads leaves out the content of an entry above the limit.
         if (size := fields.get(b"large")) is not None:
             return Unreadable(entry_id, f"it has {size.decode()} bytes")
         payload = fields.get(b"e", b"")
         try:
             experience = decode_experience(payload)
         except ExperienceUnreadable as error:
+            # A message whose names are readable still counts against its explorer.
             return Unreadable(entry_id, str(error), error.sender)
         return Sample(entry_id, experience, len(payload))
 

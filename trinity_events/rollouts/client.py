@@ -109,6 +109,7 @@ class RolloutClient:
         self._streams = RolloutStreams(client, run_id, epoch, keys=keys)
         self._unanswered_ids: set[str] = set()
         """Entry ids of the claims that were handed out and are not answered."""
+        # Two claims at a time would each take the other's for lost replies.
         self._claiming = anyio.Lock()
         self._sure = False
         """False if the server may hold claims of this name that were never handed out."""
@@ -125,13 +126,19 @@ class RolloutClient:
         wait = self._wait("no requests were claimed")
         give_up = anyio.current_time() + seconds
         while True:
+            # The sleep keeps a loop of claims from spinning; the explorer may still serve another
+            # epoch.
             if self.is_excluded:
                 await anyio.sleep(seconds)
                 return []
             remaining = max(give_up - anyio.current_time(), 0.0)
             async with self._claiming:
                 claims = await self._read(
-                    wait, count, min(remaining, LONGEST_BLOCK, self._lease / 3)
+                    # A third of the lease, so that a lost reply is found and claimed again before
+                    # its claim lapses.
+                    wait,
+                    count,
+                    min(remaining, LONGEST_BLOCK, self._lease / 3),
                 )
             if claims or anyio.current_time() >= give_up:
                 return claims
@@ -173,8 +180,11 @@ class RolloutClient:
         rows: list[object] = []
         for claim, experiences in answers:
             _check_samples(claim.request, experiences)
+            # The prompt travels once for a group: it is most of an answer with few sampled tokens.
             rows += [claim.entry_id, len(experiences), *map(encode, share_prompts(experiences))]
+        # One script acknowledges and adds, so the first of two answers counts (decision 21).
         counted = [bool(reply) for reply in await self._write("answer", *rows)]
+        # After the reply: an answer that failed leaves its claim to be answered again.
         self._unanswered_ids.difference_update(claim.entry_id for claim, _ in answers)
         self.discarded += counted.count(False)
         return counted
@@ -216,8 +226,11 @@ class RolloutClient:
         Args:
             deadline: Seconds for which it waits for a server that is away. It then leaves untold.
         """
+        # Leaving is a courtesy: the dispatcher removes idle members by itself.
         with suppress(DeadlineExceeded, StaleEpoch):
             wait = self._wait("the explorer did not leave", deadline)
+            # The script keeps a member with claims: its removal would drop them from the pending
+            # list.
             await self._streams.write(wait, "leave", self._streams.group, 0, self.name)
 
     @asynccontextmanager
@@ -230,14 +243,18 @@ class RolloutClient:
 
         async def renew() -> None:
             while held_claims:
+                # Two renewals may be lost before a claim lapses.
                 await anyio.sleep(self._lease / 3)
                 still = {claim.entry_id for claim in await self.renew(held_claims)}
+                # In place: the caller's block holds this list.
                 held_claims[:] = [claim for claim in held_claims if claim.entry_id in still]
 
         with ungrouped():
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(renew)
                 yield held_claims
+                # Without it the group would wait for the renewals, which end only with the last
+                # claim.
                 tasks.cancel_scope.cancel()
 
     async def _read(self, wait: Deadline, count: int, block: float) -> list[Claim]:
@@ -248,6 +265,8 @@ class RolloutClient:
         except redis.ResponseError as error:
             if not is_without_group(error):
                 raise
+            # The group of this epoch is gone either before the trainer starts or after a newer
+            # epoch began.
             await self._check_epoch(wait)
             await anyio.sleep(min(_WITHOUT_GROUP, block))
             return []
@@ -255,11 +274,15 @@ class RolloutClient:
         for entry_id, payload in requests:
             try:
                 claims.append(Claim(entry_id, decode_request(payload)))
+            # Given back rather than ignored: a claim without an answer would lapse only after a
+            # lease.
             except ContractError:
                 await self._write("fail", entry_id, "unreadable", self.name)
+        # Requests carry the exclusions, since an explorer has no other channel from the dispatcher.
         if any(self.name in claim.request.excluded for claim in claims):
             await self._end_claiming(claims)
             return []
+        # Only what the caller receives: other claims of this name count as lost replies.
         self._unanswered_ids.update(claim.entry_id for claim in claims)
         return claims
 
@@ -276,14 +299,17 @@ class RolloutClient:
 
     async def _claim(self, count: int, block: float) -> list[RequestEntry]:
         """Return at most ``count`` requests, first those whose claim the server never told."""
+        # Claims whose reply was lost would wait behind a read that blocks.
         present = block if self._sure else _AT_ONCE
         self._sure = False  # until the reply is here
         claimed_ids, requests = await self._streams.claim(
             self.name, count, unanswered_count=len(self._unanswered_ids), block=present
         )
+        # Claims that lapsed and went to another explorer are forgotten.
         self._unanswered_ids &= claimed_ids
         if untold := sorted(claimed_ids - self._unanswered_ids)[:count]:
             requests = await self._streams.claim_again(self.name, untold) + requests
+        # More than the caller takes: the rest are claims that the next call must find.
         self._sure = len(requests) <= count
         return requests[:count]
 

@@ -159,9 +159,11 @@ class DispatchState:
         self._stale = 0
         """Answers that were too old, since the last step."""
         self._new_tasks = ledger.fingerprint not in (None, settings.fingerprint)
+        # Ordinals of another task set mean other prompts: their answers would train the wrong ones.
         if self._new_tasks:
             self._drop("task-set", ledger.open_ordinals())
         ledger.fingerprint = settings.fingerprint
+        # Open ordinals come first, so that a resume trains the prompts that the crash interrupted.
         self._restored = ledger.open_ordinals()
 
     # --- requests ----------------------------------------------------------------------------
@@ -177,6 +179,7 @@ class DispatchState:
         for place, ordinal in enumerate(ordinals):
             if ordinal not in self.earlier_answers:  # those are on the server, and counted
                 free_bytes -= self.settings.answer_bytes
+            # Invariant 4: a step that waits for an ordinal would otherwise wait for its own memory.
             if free_bytes < 0 and place >= self.needed:
                 return ordinals[:place]
         return ordinals
@@ -185,6 +188,8 @@ class DispatchState:
     def reserved_bytes(self) -> int:
         """Bytes of the answers on the server, and of those that open requests may bring."""
         unanswered = len(self.open_requests) - len(self.arrived)
+        # Open requests count with their maximum, as their answers may all arrive before one is
+        # freed.
         held_bytes = sum(self._answer_sizes.values()) + sum(self._kept_sizes.values())
         return held_bytes + unanswered * self.settings.answer_bytes
 
@@ -194,6 +199,7 @@ class DispatchState:
 
     def open(self, ordinals: Sequence[int], versions: Versions) -> list[int]:
         """Record the dispatch of ordinals; return those that no kept answer answers."""
+        # Restored ordinals lie below the ledger's next one, and they are always the first ones.
         self._restored = self._restored[sum(ordinal < self.ledger.next for ordinal in ordinals) :]
         fresh = [ordinal for ordinal in ordinals if ordinal >= self.ledger.next]
         if fresh:
@@ -202,6 +208,7 @@ class DispatchState:
         for ordinal in ordinals:
             if ordinal in self.earlier_answers:
                 self.arrived[ordinal] = self.earlier_answers.pop(ordinal)
+        # An ordinal that an earlier epoch answered needs no request.
         return [ordinal for ordinal in ordinals if ordinal not in self.arrived]
 
     def split(
@@ -229,6 +236,7 @@ class DispatchState:
         """
         open_request = self.open_requests[due.ordinal]
         open_request.attempt += 1
+        # A lost request is not in the stream, so the script has nothing to replace.
         earlier = None if due.reason == "lost" else open_request.number
         return self._request(due.ordinal, self.versions_for(due, newest), due, earlier)
 
@@ -249,6 +257,7 @@ class DispatchState:
     ) -> OutgoingRequest:
         self.number += 1
         open_request = self.open_requests[ordinal]
+        # The reason belongs to the attempt before.
         open_request.refusal = None
         if earlier is None:  # Nothing can keep it from being written.
             open_request.number, open_request.versions = self.number, versions
@@ -261,6 +270,7 @@ class DispatchState:
         if open_request is None or request.due is None:
             return
         open_request.failures += request.due.reason not in NOT_THE_EXPLORERS
+        # An answer may have arrived between the script's reply and this call.
         if request.earlier is not None and request.ordinal not in self.arrived:
             open_request.number, open_request.versions = request.number, request.versions
             open_request.explorer = None
@@ -274,6 +284,7 @@ class DispatchState:
             reason: len(ordinals) for reason, ordinals in self._dropped.items()
         }
         phrases = [
+            # Each change of the text is a new report in the log, so powers of two keep them few.
             f"{1 << (count.bit_length() - 1)} or more answers were {reason}"
             for reason, count in counts.items()
             if count >= self.settings.prompts_per_step
@@ -300,6 +311,7 @@ class DispatchState:
     def arrive(self, group: AnswerGroup) -> bool:
         """Keep an answer; return False if its ordinal needs none."""
         open_request = self.open_requests.get(group.ordinal)
+        # Invariant 1: a second answer must not take the place of the first, which a step may hold.
         if open_request is None or group.ordinal in self.arrived:
             return False
         open_request.number = None
@@ -314,8 +326,11 @@ class DispatchState:
         tokens is current.
         """
         needed = self.ledger.is_open(group.ordinal) or group.ordinal >= self.ledger.next
+        # The first answer of an ordinal counts, as it does within an epoch.
         if not needed or self._new_tasks or group.ordinal in self.earlier_answers:
             return False
+        # A resume rewinds the lineage: no policy of it has sampled the tokens of a version that is
+        # gone.
         if not all(stands(version) for version in _versions_of(group)):
             return False
         self.earlier_answers[group.ordinal] = group
@@ -331,6 +346,8 @@ class DispatchState:
         """Record the reason for which an explorer gave a request back; no attempt failed."""
         for open_request in self.open_requests.values():
             if open_request.number == number:
+                # Only the reason: the request is issued again once the stream lacks it (invariant 3
+                # of inspection).
                 open_request.refusal = reason
 
     def fail(self, number: int) -> int | None:
@@ -360,6 +377,7 @@ class DispatchState:
             others = (ordinal for ordinal in self.arrived if ordinal not in first)
             chosen = [*first, *islice(others, count - len(first))]
         else:
+            # Open requests ascend, so these are the lowest ordinals.
             chosen = list(islice(self.open_requests, count))
         return [self.arrived[ordinal] for ordinal in chosen if ordinal in self.arrived]
 
@@ -379,7 +397,9 @@ class DispatchState:
                 for ordinal, open_request in self.open_requests.items()
                 if open_request.versions.oldest.step <= named
             ]
+            # Steps after this one whose bound of staleness still admits the version.
             later_steps = max(named - self.oldest, 0)
+            # Groups that fit into no later step, and so belong into this one.
             lacking = len(due) - later_steps * count - len(chosen)
             if lacking > 0:
                 candidates = [ordinal for ordinal in due if ordinal not in chosen]
@@ -398,8 +418,11 @@ class DispatchState:
         if len(groups) < count:
             return None
         for group in groups:
+            # Open no more, but without a fate until its step is in the log: in_training holds it
+            # between.
             del self.open_requests[group.ordinal], self.arrived[group.ordinal]
             self.in_training.add(group.ordinal)
+        # The order of arrival would make two runs of one seed differ.
         return sorted(groups, key=lambda group: group.ordinal)
 
     def missing(self, count: int, now: float) -> list[HeldRequest]:
@@ -435,6 +458,7 @@ class DispatchState:
             if ordinal in self.arrived:
                 continue
             if open_request.number is None or open_request.number not in snapshot.numbers:
+                # Its request is gone, and all answers before the snapshot are read: it is lost.
                 open_request.number = None
                 due.append(ReissueCandidate(ordinal, open_request.refusal or "lost"))
                 continue
@@ -444,13 +468,16 @@ class DispatchState:
                 if open_request.number in snapshot.unclaimable:
                     due.append(ReissueCandidate(ordinal, UNCLAIMABLE))
                 continue
+            # The server has idle time only; renewals reset it, so the first sight dates the claim.
             if open_request.explorer is None:
                 open_request.claimed_at = now - claim.idle
             open_request.explorer = claim.explorer
             if claim.explorer in excluded:
                 due.append(ReissueCandidate(ordinal, EXCLUDED))
+            # Idle time grows while the server is away, when no explorer can renew (decision 21).
             elif min(claim.idle, stable_for) >= self.settings.claim_lease:
                 due.append(ReissueCandidate(ordinal, "lapsed", self.settings.claim_lease))
+            # An explorer that hangs while its renewals continue is found by this deadline alone.
             elif stable_for >= self.settings.claim_lease and self._is_overdue(open_request, now):
                 due.append(ReissueCandidate(ordinal, "deadline"))
         return due
@@ -473,6 +500,7 @@ class DispatchState:
         Raises:
             LedgerError: A group was not taken from this dispatcher, or was trained already.
         """
+        # Invariant 1, checked before the event: a fate in the log cannot be taken back.
         strange = sorted(set(ordinals) - self.in_training)
         if strange or len(set(ordinals)) != len(ordinals):
             raise LedgerError("untaken", step, tuple(ranges(strange or sorted(ordinals))))
@@ -498,8 +526,10 @@ class DispatchState:
         self.ledger.train(ordinals)
         self.in_training.difference_update(ordinals)
         size = sum(self._answer_sizes.pop(ordinal, 0) for ordinal in ordinals)
+        # A resume from the checkpoint before needs them, so they still take memory of the server.
         if self.settings.keep_answers == "checkpoint":
             self._kept_sizes[step] = self._kept_sizes.get(step, 0) + size
+        # The event of this step has them; published twice, they would be two fates.
         self.clear_dropped()
         self._stale = 0
 

@@ -76,7 +76,7 @@ _DONE = 1
 """Reply of the script that issues requests: it replaced or withdrew the earlier request."""
 _NAMED = 8
 """Maximum requests that the error of a wait names."""
-_FREED_AT_ONCE = 1000
+_FREED_AT_ONCE = 1000  # ids of one script call: a script blocks the server while it runs
 _FAILED_IN_A_ROW = 8
 """Least number of prompts in a row whose failure ends the run: one prompt may be at fault."""
 _SLOW = 2.0
@@ -258,6 +258,8 @@ class RolloutDispatcher:
             client,
             settings.run_id,
             settings.epoch,
+            # A call that is slower than a quarter of the lease may hide an outage that let claims
+            # lapse.
             slow=max(_SLOW, settings.claim_lease / 4),
             keys=keys,
         )
@@ -265,6 +267,7 @@ class RolloutDispatcher:
         self._inspector = AnswerInspector(settings, self._state, self.exclusions)
         self._deadline = deadline
         self._waits = waits
+        # Orders the calls that publish and write; reads of answers need no lock.
         self._lock = anyio.Lock()
         self._undispatched: _Dispatch | None = None
         """Ordinals whose dispatch may not be in the log yet."""
@@ -308,11 +311,15 @@ class RolloutDispatcher:
         """
         wait = self._wait("the dispatch did not start")
         settings = self.settings
+        # Rewards of another reward function would be trained as those of this one.
         keeps_answers = settings.keep_answers == "checkpoint" and not settings.discards_earlier
+        # First of all: the script removes the groups of older epochs, whose explorers then claim
+        # nothing more.
         self._state.number = await self._streams.begin(wait, withdraw_answers=not keeps_answers)
         if not keeps_answers:
             stands = _is_never_current
         async for answers in self._answers.read_all(wait):
+            # Read only if there are answers: the lineage is the state of the whole run.
             stands = stands or await self._lineage(wait)
             self._inspector.add_earlier(answers, stands)
         self._inspector.end_entries()
@@ -324,6 +331,7 @@ class RolloutDispatcher:
             assert self._publisher is not None  # answers are kept for resumes of training alone
             log = self._publisher.log
             state = await wait.retry(lambda: current_state(log))
+        # Answers are a cache: computed again, they cost time, and training must not fail for them.
         except SnapshotUnreadable as error:
             logger.warning("run %s: no answers are kept: %s", self.settings.run_id, error)
             return _is_never_current
@@ -349,6 +357,8 @@ class RolloutDispatcher:
             self._newest = Versions(oldest, exact)
             self._state.needed = 0
             wait = self._wait("rollouts were not dispatched")
+            # First what an earlier call left behind (invariant 3), whose ordinals count for this
+            # one.
             await self._complete(wait)
             await self._request_more(wait, count - self._dispatched_count)
             dispatched_count, self._dispatched_count = self._dispatched_count, 0
@@ -416,6 +426,8 @@ class RolloutDispatcher:
                 await self._look_between_steps(every)
             except StaleEpoch:
                 raise
+            # Training does not need the server now; the next take meets the outage, and has a
+            # deadline.
             except TrinityError as error:
                 logger.warning(
                     "run %s: claims were not looked at while it trains: %s",
@@ -424,6 +436,7 @@ class RolloutDispatcher:
 
     async def _look_between_steps(self, deadline: float) -> None:
         async with self._lock:
+            # Invariant 6: two readers would each miss the answers of the other.
             if self._is_taking or not self._state.open_requests:
                 return
             wait = self._wait("claims were not looked at", deadline)
@@ -456,12 +469,13 @@ class RolloutDispatcher:
     ) -> list[AnswerGroup]:
         began = anyio.current_time()
         wait = self._wait("groups are missing", deadline)
-        judged: set[str] = set()
+        judged: set[str] = set()  # a group is judged once, however often the loop runs
         every = min(self.settings.claim_lease / 4, _LOOK)
         next_look = self._looked_at + min(every, _LOOK_ANEW)
         next_words = -math.inf
         while True:
             async with self._lock:
+                # A cancelled call may have left an announcement without its requests (invariant 3).
                 await self._complete(wait)
                 await self._settle_due(wait)
                 self._state.needed = self._state.lacking(count)
@@ -475,6 +489,7 @@ class RolloutDispatcher:
                 if anyio.current_time() >= next_look:
                     await self._observe(wait)
                     next_look, next_words = self._looked_at + every, -math.inf
+                    # What lapsed or was lost is requested again before the wait for it begins.
                     continue
             if anyio.current_time() >= next_words and (missing := self.waits_for(count)):
                 next_words = anyio.current_time() + _WORDS
@@ -482,12 +497,15 @@ class RolloutDispatcher:
                 reported.update(
                     format_missing(missing) + self._state.format_refused(), holders_of(missing)
                 )
+            # Outside of the lock: a dispatch from another task must not wait for answers.
             block = min(wait.left(), LONGEST_BLOCK, next_look - anyio.current_time())
+            # An arrival wakes the read; the looks at the claims bound it, and nothing polls.
             answers = await self._answers.next(wait, block)
             self._receive(answers)
             if self._inspector.refused:
                 next_look = min(next_look, self._looked_at + _LOOK_REFUSED)
             if answers and self._state.lacks_several(count):
+                # One round trip for many samples: answers of a batch arrive within milliseconds.
                 await anyio.sleep(_GATHER)
             if waiting is not None and (missing := self.waits_for(count)):
                 await waiting(missing, anyio.current_time() - began)
@@ -514,9 +532,12 @@ class RolloutDispatcher:
             event = self._state.create_step_event(
                 step, ordinals, metrics=numbers, staleness=staleness or {}
             )
+            # Before the state changes: after a failure the caller may publish the same step again.
             await self._publish(event)
             self._state.train(ordinals, step)
             self._step = step
+            # A copy of this moment: the live ledger has dispatches that this step's checkpoint may
+            # lack.
             self._logged_ledger = self.ledger.to_contract(step)
             entry_ids = [entry_id for group in groups for entry_id in group.entry_ids]
             if self.settings.keep_answers == "checkpoint":
@@ -530,6 +551,7 @@ class RolloutDispatcher:
                 await self._streams.write(wait, "free", "")
             await self._free(wait)
             await self._remove_members(wait)
+        # Last, as the step is trained whatever its metrics are.
         check_metrics(step, refused)
 
     async def publish_dropped(self) -> None:
@@ -566,6 +588,7 @@ class RolloutDispatcher:
         Raises:
             LedgerError: Another step was trained last.
         """
+        # A ledger of another step would train prompts twice, or never, after a resume.
         if self._step not in (None, step):
             raise LedgerError("step", step, actual=self._step)
         return replace(self._logged_ledger, step=step)
@@ -590,6 +613,8 @@ class RolloutDispatcher:
     async def _request_more(self, wait: Deadline, count: int) -> None:
         while count > 0 and (ordinals := self._state.next_ordinals(count)):
             overlong = [] if self.find_overlong is None else await self.find_overlong(ordinals)
+            # Recorded before anything waits: a cancelled call leaves it to the next one (invariant
+            # 3).
             self._undispatched = _Dispatch(ordinals, self._needed_versions(), overlong)
             await self._complete(wait)
             count -= len(ordinals) - len(overlong)
@@ -598,9 +623,13 @@ class RolloutDispatcher:
         """Publish exclusions and dispatches that the log may lack, and write their requests."""
         while self._publisher is not None and self.exclusions.unpublished:
             await self._publish(self.exclusions.unpublished[0])
+            # After the event: a cancellation between the two publishes it twice, which changes
+            # nothing.
             del self.exclusions.unpublished[0]
         if self._undispatched is not None:
             ordinals, versions, overlong = self._undispatched
+            # Invariant 2. The other way round, a crash leaves requests of ordinals that no log
+            # knows.
             await self._publish_dispatched(versions, RolloutsDispatched(ordinals=ranges(ordinals)))
             self._undispatched = None
             unanswered = self._state.open(ordinals, versions)
@@ -612,6 +641,7 @@ class RolloutDispatcher:
         if self._unwritten:
             rows = [part for outgoing in self._unwritten for part in self._row(outgoing)]
             replies = await self._streams.write(wait, "issue", self._streams.group, *rows)
+            # After the reply: a script that is sent again adds no entry twice, as the ids are ours.
             written, self._unwritten = self._unwritten, []
             for request, reply in zip(written, replies, strict=True):
                 if reply == _DONE:
@@ -648,6 +678,7 @@ class RolloutDispatcher:
                     self._failed_rewards[0] = _FailedReward(ordinal, None, end)
                 raise end
             if ordinal in self._state.open_requests and ordinal not in self._state.arrived:
+                # One message of an explorer can name an ordinal that was answered by another.
                 self._state.drop(REWARD_FAILED, ordinal)
             del self._failed_rewards[0]
 
@@ -664,11 +695,14 @@ class RolloutDispatcher:
         )
         self._state.drop("attempts", due.ordinal)
         self._failed_in_a_row += 1
+        # A lapsed claim has no message; its reason is the word of the dispatcher.
         reason = self._last_failure if due.reason == "failed" else due.reason
         if not self.settings.may_drop:
             raise RolloutsFailed(
                 self.settings.run_id, due.ordinal, reason, attempts=self.settings.max_attempts
             )
+        # So many prompts in a row point at the explorers, and dropping them would consume the
+        # tasks.
         if self._failed_in_a_row >= max(self.settings.prompts_per_step, _FAILED_IN_A_ROW):
             raise RolloutsFailed(
                 self.settings.run_id,
@@ -683,6 +717,7 @@ class RolloutDispatcher:
         by_versions = defaultdict[Versions, list[ReissueCandidate]](list)
         for due in again:
             by_versions[self._state.versions_for(due, newest)].append(due)
+        # An event names one range of versions, so attempts with other ranges need another event.
         for versions, several in by_versions.items():
             reissued = tuple(
                 ReissuedRollout(
@@ -694,6 +729,8 @@ class RolloutDispatcher:
             )
             await self._publish_dispatched(versions, RolloutsDispatched(reissued=reissued))
             for due in several:
+                # After the event: if it fails, the candidate is due still, with the same attempt
+                # number.
                 del self._due[due.ordinal]
                 self._unwritten.append(self._state.reissue(due, newest))
         await self._complete(wait)
@@ -726,6 +763,7 @@ class RolloutDispatcher:
             exact=request.versions.exact,
             fingerprint=self.settings.fingerprint,
             deadline=self.settings.request_deadline,
+            # The newest ones, since the field is bounded.
             excluded=tuple(self.exclusions.names[-MAX_EXCLUDED_NAMES:]),
         )
         earlier = self._replaced(request.earlier, request.due)
@@ -733,6 +771,8 @@ class RolloutDispatcher:
 
     def _replaced(self, earlier: int | None, due: ReissueCandidate | None) -> list[object]:
         name = "" if earlier is None else self._streams.request_id(earlier)
+        # Milliseconds, as XPENDING counts: the script replaces no claim that was renewed since the
+        # look.
         return [name, 0 if due is None else int(due.idle * 1000)]
 
     def _needed_versions(self) -> Versions:
@@ -751,11 +791,13 @@ class RolloutDispatcher:
                 if self._state.arrive(group):
                     self._failed_in_a_row = 0
                 else:
+                    # An answer that came too late still takes memory of the server.
                     self._useless += group.entry_ids
 
     def _receive_failure(self, failed: Failed) -> None:
         self._useless.append(failed.entry_id)
         number = self._streams.number_of(failed.request)
+        # No failure of the prompt: excluded explorers must not use up its attempts.
         if failed.reason == EXCLUDED or failed.explorer in self.exclusions:
             self._state.give_back(number, EXCLUDED)
             self._inspector.refused = True
@@ -784,6 +826,8 @@ class RolloutDispatcher:
             if self._streaks is not None:
                 self._streaks.add_answer(first.explorer)
             return
+        # With `score` such a request arrives as an answer, which must not end a streak of
+        # errors.
         failed = Failed(group.entry_ids[0], "", first.reward_error, first.explorer)
         end = self._count_failure(group.ordinal, failed, of_reward=True)
         if end is not None:
@@ -803,6 +847,7 @@ class RolloutDispatcher:
                 )
             in_a_row = streaks.rewards_failed
         is_final = failed.error is not None and self.settings.on_reward_error == "fail"
+        # Other failures end the run by their attempts: see _give_up.
         if not of_reward or not (is_final or (streaks is not None and streaks.ends_run)):
             return None
         return RewardsFailed(
@@ -847,6 +892,7 @@ class RolloutDispatcher:
         while self._useless:
             several = self._useless[:_FREED_AT_ONCE]
             await self._streams.write(wait, "free", " ".join(several))
+            # After the reply: freed twice is harmless, and forgotten would leak memory.
             del self._useless[: len(several)]
 
     # --- claims ------------------------------------------------------------------------------
@@ -856,16 +902,23 @@ class RolloutDispatcher:
         snapshot = await self._streams.take_snapshot(wait)
         if not snapshot.group_exists:
             logger.warning("run %s: the requests are gone, and issued again", self.settings.run_id)
+            # A server that lost its memory, or a group that a user deleted: answers that are there
+            # still count.
             begun = await self._streams.begin(wait, withdraw_answers=False)
             self._state.number = max(self._state.number, begun)
             snapshot = await self._streams.take_snapshot(wait)
+        # After the snapshot: a request that is gone in it is then either answered here or lost.
         async for answers in self._answers.read_all(wait):
             self._receive(answers)
         self._inspector.end_entries()
         now = anyio.current_time()
+        # Claims that aged while the server or the network was away get one full lease.
         stable_for = min(now - self._streams.answers_since, snapshot.uptime)
         for due in self._state.observe(snapshot, now, stable_for, self.exclusions):
+            # The first reason stays: a failure that is recorded counts as one, and "lost" would
+            # not.
             self._due.setdefault(due.ordinal, due)
+        # After the reads, which may take long: the period is between looks, not their starts.
         self._looked_at = anyio.current_time()
         await self._remove_members(wait)
 

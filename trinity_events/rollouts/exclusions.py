@@ -76,6 +76,7 @@ class Exclusions:
         """Count a malformed answer; return the exclusion of its explorer if it follows from it."""
         if explorer in self:
             return None
+        # Removed and added again, so that the name moves to the end and is forgotten last.
         count = self._malformed.pop(explorer, 0) + 1
         self._malformed[explorer] = count
         _drop_first(self._malformed)
@@ -88,6 +89,7 @@ class Exclusions:
         """Exclude an explorer, and return its exclusion."""
         self._excluded[excluded.explorer] = excluded
         _drop_first(self._excluded)
+        # Bounded: an explorer that invents names would fill the log with exclusions.
         if self._published < _KEPT_NAMES:
             self._published += 1
             self.unpublished.append(excluded)
@@ -138,9 +140,11 @@ class FailureStreaks:
             return None
         failures = self._failures.get(explorer, 0) + 1
         self._set(explorer, failures)
+        # If all explorers fail, the task or the reward is at fault, and an exclusion would hide it.
         if failures < self._limit or not self._others_answer(explorer):
             return None
         del self._failures[explorer]
+        # Invariant 2: the streak was the fault of this explorer, and must not end the run as well.
         if {*self._rewards_failed} == {explorer}:
             self._rewards_failed.clear()
         return self._exclusions.add(

@@ -120,6 +120,7 @@ def find_version_fault(
         exact: The one version that may serve the request, if there is only one.
         published: Versions that the trainer has published; None if it did not list them.
     """
+    # Checked because staleness is computed from what the explorer says here.
     for version in {version for turn in experience.turns for version, _ in turn.versions}:
         named = f"a token is of the version of epoch {version.epoch}, step {version.step}"
         if version.epoch > epoch:
@@ -189,6 +190,7 @@ def _find_length_fault(
 def _find_turn_fault(
     experience: Experience, limits: AnswerLimits, sampling: Sampling | None
 ) -> Fault | None:
+    # At temperature 1 a token has up to T times the log-probability that it has at temperature T.
     hottest = max(1.0, sampling.temperature) if sampling is not None else 1.0
     least = MIN_LOGPROB * hottest  # of an engine that reports logits before the temperature
     for turn in experience.turns:
@@ -203,6 +205,7 @@ def _find_turn_fault(
 def _find_token_fault(turn: Turn, vocabulary_size: int | None) -> Fault | None:
     if not turn.tokens:
         return None
+    # Two extremes check all ids without a Python object for each (invariant 5).
     lowest, highest = _find_extremes(turn.token_view)
     if lowest < 0:
         return Fault("tokens", f"the {turn.role} has the token id {lowest:.0f}, below 0")
@@ -233,6 +236,7 @@ def _find_extremes(values: memoryview) -> tuple[float, float]:
     try:
         import numpy as np
     except ImportError:  # a loop on the base install
+        # min and max ignore NaN in most places; a sum with a NaN is one.
         total = float(sum(values))
         return (total, total) if math.isnan(total) else (min(values), max(values))
     array = np.asarray(values)

@@ -78,6 +78,7 @@ class AnswerInspector:
         Versions are forgotten that are older than what an open request names.
         """
         named = self._state.oldest_named
+        # The set stays as small as the window of staleness, however long the run is.
         oldest = self._state.oldest if named is None else min(named, self._state.oldest)
         earlier = {published for published in self._published or () if published.step >= oldest}
         self._published = earlier | {version}
@@ -95,6 +96,7 @@ class AnswerInspector:
             case Unreadable():
                 self._add_unreadable(answer)
             case Restarted():
+                # The other samples of these groups were in the stream that is gone.
                 self._partial.clear()
         return None
 
@@ -120,11 +122,13 @@ class AnswerInspector:
             if (
                 epoch == self._settings.epoch
                 and not answer.is_malformed
+                # An ordinal that another answer filled makes this one late, not malformed.
                 and self._needs_answer(ordinal)
             ):
                 count = f"{len(answer.samples)} of {self._settings.samples} samples"
                 fault = Fault("request", f"it has {count}")
                 self._refuse(ordinal, attempt, explorer, fault)
+        # The look that read all entries also finds the requests that are gone.
         self.refused = False
 
     # --- entries -----------------------------------------------------------------------------
@@ -134,10 +138,14 @@ class AnswerInspector:
         if experience.run_id != self._settings.run_id or experience.epoch > self._settings.epoch:
             self._add_unreadable(Unreadable(sample.entry_id, "it is of another run or epoch"))
             return None
+        # Late answers are normal, since a request may be issued again, and no fault of the
+        # explorer.
         if experience.epoch < self._settings.epoch or self._is_answered(experience.ordinal):
             self._useless.append(sample.entry_id)
             return None
         if experience.explorer in self._exclusions:
+            # Its answer removed the request, which is issued again for a reason that uses up no
+            # attempt.
             self._mark(experience.ordinal, EXCLUDED)
             self._useless.append(sample.entry_id)
             return None
@@ -166,6 +174,7 @@ class AnswerInspector:
                 self._count_malformed(sender.ordinal, sender.attempt, sender.explorer, fault)
             return
         self._unreadable += 1
+        # At 1, 2, 4, 8: a writer cannot flood the trainer's output.
         if self._unreadable.bit_count() == 1:
             logger.warning(
                 "run %s: the answers have entries that answer none of its requests (%d so far; the "
@@ -188,6 +197,7 @@ class AnswerInspector:
         name = _answer_name(experience)
         partial = self._partial.setdefault(name, _Partial())
         replaced = partial.samples.get(experience.sample)
+        # A writer may send one sample twice; each entry is freed (invariant 4).
         if replaced is not None:
             self._useless.append(replaced.entry_id)
         partial.samples[experience.sample] = sample
@@ -212,6 +222,7 @@ class AnswerInspector:
             return Fault(
                 "request", f"it answers ordinal {experience.ordinal}, which was not asked for"
             )
+        # Earlier attempts are fine: their answer may cross with the request that replaces theirs.
         if experience.attempt > request.attempt:
             return Fault(
                 "request", f"it is of attempt {experience.attempt}, and {request.attempt} were made"
@@ -257,6 +268,7 @@ class AnswerInspector:
         """Refuse an answer for one of its samples, if it was not refused for another one."""
         name = self._settings.epoch, ordinal, attempt, explorer
         partial = self._partial.setdefault(name, _Partial())
+        # Invariant 2: several bad samples of one answer count once.
         if not partial.is_malformed:
             partial.is_malformed = True
             self._refuse(ordinal, attempt, explorer, fault)

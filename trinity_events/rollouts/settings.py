@@ -53,6 +53,7 @@ def find_answer_bytes(
         prompt_tokens: Maximum tokens of the prompt.
         other_tokens: Maximum tokens of an environment in a sample.
     """
+    # The widest form of the contract: ids are packed as narrow as the vocabulary allows.
     of_sample = _SAMPLE_BYTES + (_ID_BYTES + _LOGPROB_BYTES) * sampled_tokens
     return samples * (of_sample + _ID_BYTES * other_tokens) + _ID_BYTES * prompt_tokens
 
@@ -113,9 +114,11 @@ class DispatchSettings(Struct, frozen=True, kw_only=True):
         if failures is not None and failures < 1:
             raise InvalidDispatchSetting("max_consecutive_failures", failures, "count")
         for name in ("claim_lease", "request_deadline"):
+            # Written so that NaN is refused too.
             if not getattr(self, name) > 0:
                 raise InvalidDispatchSetting(name, getattr(self, name), "seconds")
         step_bytes = self.prompts_per_step * self.answer_bytes
+        # Below it the bound cannot hold: a step requests its own prompts in any case.
         if self.max_bytes is not None and self.max_bytes < max(step_bytes, 1):
             least = max(step_bytes, 1)
             raise InvalidDispatchSetting("max_bytes", self.max_bytes, "bytes", least)

@@ -142,6 +142,7 @@ class RolloutStreams:
             StaleEpoch: The run has a newer epoch; nothing was written.
             LogLost: The server does not know the epoch.
         """
+        # Declared keys, as a cluster and the access rules require of scripts.
         keys = [getattr(self.keys, key) for key in _KEYS[script]]
         return await self.retry(
             wait, lambda: self._scripts(script, keys=keys, args=[self.epoch, *args])
@@ -153,6 +154,7 @@ class RolloutStreams:
         up, ids, *group = await self.retry(
             wait, lambda: self._scripts("look", keys=keys, args=args)
         )
+        # Without a group the script returns two values only.
         claims, unclaimable = group or ((), ())
         return StreamSnapshot(
             uptime=float(up),
@@ -168,6 +170,7 @@ class RolloutStreams:
     async def begin(self, wait: Deadline, *, withdraw_answers: bool) -> int:
         """Make the epoch's group, withdraw all requests; return the last one's number."""
         last = await self.write(wait, "begin", self.group, int(withdraw_answers))
+        # An id of another epoch has no number here: counting starts at 0.
         return max(self.number_of(last), 0)
 
     async def claim(
@@ -179,12 +182,16 @@ class RolloutStreams:
         More than ``unanswered_count`` of them are claims whose reply was lost. They are listed in
         the same round trip: the client may send both commands again, without a word of it.
         """
+        # No transaction: a blocking read inside of MULTI does not block.
         pipe = self.client.pipeline(transaction=False)
         listed = {"min": "-", "max": "+", "count": unanswered_count + count, "consumername": member}
         pipe.xpending_range(self.keys.rollouts, self.group, **listed)
+        # At least 1: BLOCK 0 waits for ever.
         milliseconds = max(1, int(block * 1000))
         offsets = {self.keys.rollouts: ">"}
         pipe.xreadgroup(self.group, member, offsets, count=count, block=milliseconds)
+        # An error of the first command must not leave the second one's reply, and so its claims,
+        # unread.
         replies = await pipe.execute(raise_on_error=False)
         for reply in replies:
             if isinstance(reply, Exception):
@@ -196,6 +203,7 @@ class RolloutStreams:
     async def claim_again(self, member: str, entry_ids: Sequence[str]) -> list[RequestEntry]:
         """Return the requests of claims that a member holds, each with a full lease."""
         return _requests(
+            # XCLAIM with idle time 0 hands the claim over at once, and starts its lease again.
             await self.client.xclaim(self.keys.rollouts, self.group, member, 0, [*entry_ids])
         )
 
@@ -240,6 +248,7 @@ class RolloutStreams:
         try:
             info = await self.retry(wait, lambda: self.client.xinfo_stream(self.keys.experiences))
         except redis.ResponseError as error:
+            # The server has no code for it, only the text.
             if "no such key" in str(error):
                 return "0-0"
             raise
@@ -266,6 +275,7 @@ class RolloutStreams:
             raise
         finally:
             self._cut_off |= wait.faults != faults
+        # Counted from the first answer after the outage: before it no explorer could renew.
         if self._cut_off:
             self._cut_off, self.answers_since = False, anyio.current_time()
         return answer
@@ -282,6 +292,7 @@ class RolloutStreams:
         if "WRONGTYPE" in str(error):
             for key in (self.keys.rollouts, self.keys.experiences):
                 key_type = (await self.client.type(key)).decode()
+                # A key of another program: the raw error names neither the key nor the way out.
                 if key_type not in ("none", "stream"):
                     return wrong_type(key, key_type, "stream")
         return None
@@ -294,6 +305,7 @@ class RolloutStreams:
         """Return the number of this epoch's request with an entry id; -1 for any other entry."""
         text = entry_id.decode() if isinstance(entry_id, bytes) else entry_id
         epoch, _, number = text.partition("-")
+        # Compared as text: a client may write any id into a stream.
         return int(number) if epoch == str(self.epoch) and number.isdecimal() else -1
 
     def _refusal(self, error: redis.ResponseError) -> Exception | None:
@@ -301,6 +313,7 @@ class RolloutStreams:
         if code != "STALEEPOCH":
             return None
         epoch = int(present.split()[0])
+        # A lower epoch is a server that lost its data, which a newer trainer did not cause.
         if epoch > self.epoch:
             return StaleEpoch(self.run_id, self.epoch, epoch)
         return EpochLost(self.run_id, self.epoch, epoch)
@@ -326,6 +339,7 @@ def _requests(entries: Iterable[tuple[bytes, dict[bytes, bytes] | None]]) -> lis
     return [
         RequestEntry(entry_id.decode(), fields.get(b"e", b""))
         for entry_id, fields in entries
+        # An entry that was deleted while it was claimed comes without fields.
         if fields
     ]
 
