@@ -19,6 +19,7 @@ def digested_files(folder: Path) -> list[Path]:
     return [
         path
         for path in sorted(folder.iterdir())
+        # Files that are being written, and marks of the reducer, have hidden names.
         if path.is_file() and path.name != FILE_DIGESTS and not path.name.startswith(".")
     ]
 
@@ -27,6 +28,7 @@ def digest_file(path: Path) -> str:
     """Return the XXH3 digest of a file, 128 bits in hexadecimal."""
     import xxhash
 
+    # XXH3 finds accidents at the speed of memory; it is no protection against forgery (decision 7).
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while data := file.read(_PIECE):
@@ -43,4 +45,5 @@ def list_digests(folder: Path) -> bytes:
 def parse_digests(listed: str) -> dict[str, str]:
     """Return the digests of a list by file name, unchecked: a malformed line has an empty name."""
     lines = (line.partition("  ") for line in listed.splitlines())
+    # Unchecked on purpose: the reader compares the digest of the whole list with the announced one.
     return {name: digest for digest, _, name in lines}

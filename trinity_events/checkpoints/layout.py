@@ -85,6 +85,7 @@ _AFTER_GAP = "after-gap"
 _FINAL = re.compile(r"global_step_(\d+)")
 _STAGED = re.compile(r"epoch_(\d+)_step_(\d+)_[0-9a-f]+(?:\.replaced_global_step_(\d+))?")
 _TRASHED = re.compile(rf"(?:{_FINAL.pattern}|{_STAGED.pattern})\.\d+\.(?P<fence>\d+)")
+# Content of a file, so the numbers are bounded: 18 digits fit into 64 bits.
 _MADE_FROM = re.compile(rf"{re.escape(STAGING)}/epoch_(\d{{1,18}})_step_(\d{{1,18}})_[0-9a-f]+")
 
 
@@ -100,6 +101,7 @@ def final_name(step: int) -> str:
 
 def parse_final_name(name: str) -> int | None:
     """Return the step of a ready step's folder; None for any other name."""
+    # The whole name: `global_step_5.replaced` is no checkpoint.
     match = _FINAL.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -141,6 +143,7 @@ def format_staged_path(name: str) -> str:
 def parse_staged_folder(path: str | None) -> str | None:
     """Return the staged folder that a relative path lies in; None outside of :data:`STAGING`."""
     parts = path.split("/") if path else []
+    # The path comes from an event: no part of it may lead out of the folder.
     staged = len(parts) > 1 and parts[0] == STAGING and parts[1] not in ("", ".", "..")
     return "/".join(parts[:2]) if staged else None
 
@@ -207,6 +210,7 @@ def parse_segment_name(name: str) -> SegmentName:
     """Parse the name of an archive segment. Raises ValueError for a foreign name."""
     stream, first, last, *more, _ = name.split(".")
     after_gap = more[-1:] == [_AFTER_GAP]
+    # An older format has no count.
     counts = more[:-1] if after_gap else more
     if len(counts) > 1:
         raise ValueError(f"{name} is not the name of an archive segment")
@@ -225,5 +229,6 @@ def is_unfinished_segment(name: str, stream: str) -> bool:
 
 def combine_digests(digests: Mapping[str, str]) -> str:
     """Return one digest of several files, given their sha256 by relative path."""
+    # Sorted: the digest must not depend on the order in which a file system lists files.
     lines = "".join(f"{digest}  {path}\n" for path, digest in sorted(digests.items()))
     return f"{FILES_DIGEST}:{hashlib.sha256(lines.encode(errors='surrogateescape')).hexdigest()}"

@@ -41,6 +41,7 @@ SAVER_THREADS = 4
 _HEADER = "# Files of a checkpoint. To check them: sha256sum -c SHA256SUMS"
 _SEAL = "# sha256 of the lines above: "
 _SIZE = re.compile(r"# (\d{1,18}) bytes")
+# As sha256sum writes it: a backslash marks escapes, and an asterisk the binary mode.
 _LINE = re.compile(r"(\\?)([0-9a-f]{64}) [ *](.+)")
 _ESCAPES = {"\\\\": "\\", "\\n": "\n", "\\r": "\r"}
 """Escapes of sha256sum, in lines that begin with a backslash."""
@@ -68,6 +69,7 @@ class FileSum(NamedTuple):
 def format_manifest(sums: Mapping[str, FileSum]) -> bytes:
     """Format a manifest of files by their paths."""
     lines = [_HEADER]
+    # Sorted, so that the same files always give the same manifest, whose digest is in the mark.
     for path, file in sorted(sums.items()):
         if file.bytes is not None:
             lines.append(f"# {file.bytes} bytes")
@@ -108,16 +110,19 @@ def parse_manifest(data: bytes, *, sealed: bool = True) -> dict[str, FileSum]:
         if match[1]:
             path = re.sub(r"\\[\\nr]", lambda escape: _ESCAPES[escape[0]], path)
         parts = path.split("/")
+        # A manifest from a foreign disk must not have files outside of its folder read.
         if any(part in ("", ".", "..") for part in parts) or "\0" in path:
             raise ManifestUnreadable(f"names {path!r}, which is not a path inside a checkpoint")
         if path in sums:
             raise ManifestUnreadable(f"names {path} twice")
         sums[path] = FileSum(match[2], size)
+        # A size belongs to one path; a list of sha256sum has none.
         size = None
     return sums
 
 
 def _check_seal(data: bytes) -> None:
+    # From the end: a file name may contain the text of the seal.
     lines, marker, seal = data.rpartition(_SEAL.encode())
     if not is_sealed(data) or not marker:
         raise ManifestUnreadable("is cut or changed: it lacks its first or its last line")
@@ -127,7 +132,9 @@ def _check_seal(data: bytes) -> None:
 
 def digest_opened(file: BinaryIO) -> FileSum:
     """Return the digest of an open file, and the bytes that were digested."""
+    # hashlib releases the GIL while it digests, so threads share the work.
     digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+    # Counted by the reads themselves: a size of stat() may be of another moment.
     return FileSum(digest, file.tell())
 
 
@@ -135,6 +142,7 @@ def digest_files(paths: Sequence[Path], *, threads: int | None = None) -> list[F
     """Digest files, several at a time; by default as many as there are cores. Raises OSError."""
     if len(paths) < 2:  # a thread costs more than it saves
         return [_digest_file(path) for path in paths]
+    # One file for a thread at a time: sha256 has no form that splits a file.
     with ThreadPoolExecutor(min(len(paths), threads or usable_cores())) as pool:
         return list(pool.map(_digest_file, paths))
 
@@ -166,6 +174,7 @@ def _walk(folder: Path) -> Iterator[Path]:
     def fail(error: OSError) -> None:
         raise error
 
+    # By default os.walk leaves out what it cannot read, and the manifest would lack files.
     for above, _, names in os.walk(folder, onerror=fail):
         paths = (Path(above, name) for name in names)
         yield from (path for path in paths if path.is_file() and not path.is_symlink())
@@ -188,6 +197,7 @@ def listed_sums(folder: Path) -> dict[str, FileSum] | None:
     except (OSError, ManifestUnreadable):
         return None
     sizes = {path: file.bytes for path, file in sums.items()}
+    # Files that were added or cut later make the list worthless.
     return sums if sizes == saved_files(folder) else None
 
 
@@ -208,6 +218,7 @@ def sums_below(paths: Iterable[Path], root: Path) -> dict[str, FileSum]:
         else:
             place = path.relative_to(root)
             sums |= {(place / name).as_posix(): file for name, file in listed.items()}
+    # All unlisted files in one call, so that small folders share the threads too.
     digests = digest_files(unlisted, threads=SAVER_THREADS)
     names = (path.relative_to(root).as_posix() for path in unlisted)
     return sums | dict(zip(names, digests, strict=True))
@@ -234,7 +245,9 @@ def write_part(staged: Path, save: str, sums: Mapping[str, FileSum]) -> None:
         save: Identity of the save among those of the folder.
         sums: Files of the save, by their paths relative to the folder.
     """
+    # Hashed, because a name of a save may have any length, and slashes.
     name = hashlib.sha256(save.encode(errors="surrogateescape")).hexdigest()[:32]
     with OpenFolder.at(staged) as folder, folder.below(MANIFEST_PARTS, create=True) as parts:
         parts.write(name, format_manifest(sums))
+        # Durable before the event of the save (invariant 1).
         folder.sync()

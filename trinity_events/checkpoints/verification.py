@@ -126,6 +126,7 @@ class CheckpointManifest:
 
     def later_folders(self) -> list[Path]:
         """Return the Hugging Face folders that were completed after the manifest was written."""
+        # A folder that is being completed right now has no list of digests yet.
         marks = (*self.folder.rglob(FILE_DIGESTS), *self.folder.rglob(COMPLETING))
         return [
             folder
@@ -156,6 +157,7 @@ class CheckpointManifest:
                 raise self._damaged(path, "is not there, and was saved")
             if file.bytes is not None and nbytes != file.bytes:
                 raise self._damaged(path, f"has {nbytes} bytes, and {file.bytes} were saved")
+        # Invariant 1: a file that was added could be loaded without any digest.
         for name in sorted(sizes.keys() - self.sums.keys()):
             raise self._damaged(self.root / name, f"is not listed in {self.root / MANIFEST}")
 
@@ -173,6 +175,7 @@ class CheckpointManifest:
             CheckpointDamaged: for the first that differs.
         """
         files = [file for file in self.files() if only is None or file.path in only]
+        # Each rank digests its share: one reader of a large checkpoint would take the time of all.
         files = divide(files, parts)[part]
         try:
             digests = digest_files([file.path for file in files])
@@ -214,6 +217,7 @@ def divide(files: Sequence[ListedFile], parts: int) -> list[list[ListedFile]]:
     """Divide files into parts of about equal sizes, alike in every process."""
     divided: list[list[ListedFile]] = [[] for _ in range(parts)]
     sizes = [0] * parts
+    # Largest first, each to the smallest part; paths break ties alike in every process.
     for file in sorted(files, key=lambda file: (-(file.sum.bytes or 0), file.path)):
         smallest = sizes.index(min(sizes))
         divided[smallest].append(file)
@@ -227,6 +231,7 @@ def read_manifest(folder: Path) -> CheckpointManifest | None:
     Raises CheckpointDamaged if it was changed, or is gone although the reducer's mark names it.
     """
     folder = folder.absolute()
+    # From the outermost folder inwards (invariant 2).
     for root in reversed((folder, *folder.parents)[: _DEEPEST + 1]):
         place = folder.relative_to(root).as_posix()
         manifest = _read(root, required=root == folder or parse_final_name(root.name) is not None)
@@ -254,6 +259,7 @@ def _read(root: Path, *, required: bool) -> dict[str, FileSum] | None:
     expected = _read_mark(root).manifest if required else None
     try:
         with path.open("rb") as file:
+            # Bounded: a damaged or foreign file may have any size.
             data = file.read(LONGEST_MANIFEST)
     except FileNotFoundError:
         if expected is not None:
@@ -263,6 +269,7 @@ def _read(root: Path, *, required: bool) -> dict[str, FileSum] | None:
         if not required:
             return None
         raise damaged(path, f"cannot be read ({error.strerror})", root) from None
+    # A download of a model may bring its own SHA256SUMS, which lists other files.
     foreign = not required or (expected is None and (root / HUGGING_FACE_CONFIG).is_file())
     if foreign and not is_sealed(data):
         return None
@@ -271,6 +278,7 @@ def _read(root: Path, *, required: bool) -> dict[str, FileSum] | None:
         sums = parse_manifest(data, sealed=expected is not None or is_sealed(data))
     except ManifestUnreadable as error:
         raise damaged(path, error.reason, root) from None
+    # The seal finds accidents; only the mark shows that another manifest took its place.
     if expected is not None and expected != digest_manifest(data):
         raise damaged(path, f"has another digest than {root / VERIFIED} names", root)
     return sums
@@ -288,6 +296,7 @@ def _read_mark(root: Path) -> ManifestMark:
         return msgspec.json.decode(path.read_bytes(), type=ManifestMark)
     except FileNotFoundError:
         return ManifestMark()
+    # Without the mark a missing manifest would pass as one of an earlier version.
     except (OSError, UnicodeDecodeError, msgspec.DecodeError):
         raise damaged(path, "cannot be read", root) from None
 
@@ -317,6 +326,7 @@ def find_newest_whole(run: Path, before: int) -> int | None:
         steps = [parse_final_name(path.name) for path in run.iterdir()]
     except OSError:
         return None
+    # Newest first, because each look reads all files of a checkpoint.
     for step in sorted(
         (step for step in steps if step is not None and step < before), reverse=True
     ):
@@ -337,6 +347,7 @@ def with_older(error: CheckpointDamaged) -> CheckpointDamaged:
     if error.step is None:
         return error
     path, name = error.path.absolute(), final_name(error.step)
+    # The damaged file lies below the step's folder, whose parent is the run's.
     run = next(folder.parent for folder in (path, *path.parents) if folder.name == name)
     return CheckpointDamaged(
         error.path, error.reason, error.step, find_newest_whole(run, error.step), error.command

@@ -46,8 +46,10 @@ class BlockingSubscription(Generic[E]):
 
     def __enter__(self) -> BlockingSubscription[E]:
         with ExitStack() as exits:
+            # A loop of its own: the caller may be inside of one, which must not be blocked.
             self._portal = exits.enter_context(start_blocking_portal())
             exits.enter_context(self._portal.wrap_async_context_manager(self._subscription))
+            # Only now: an error above must end the portal's thread.
             self._exits = exits.pop_all()
         return self
 
@@ -72,10 +74,13 @@ class BlockingSubscription(Generic[E]):
         try:
             return future.result()
         except BaseException:
+            # Ctrl-C interrupts this wait alone: without the cancel the read would take the next
+            # event.
             future.cancel()
             raise
 
     async def _next(self) -> Delivered[E]:
+        # Reads of an interrupted call and of the next one must not overlap.
         async with self._reading:
             return await anext(self._subscription)
 

@@ -76,6 +76,7 @@ async def hold_checkpoint(
         check_run_id(run)
     except ValueError as error:
         raise InvalidRunId(run, str(error)) from None
+    # Safe as a path only because the run id was checked above.
     folder = Path(checkpoint_root or trinity_home() / "checkpoints") / run / final_name(step)
     with serving(redis_url) as url:
         holding = partial(_hold, run=run, step=step, folder=folder, deadline=deadline, lease=lease)
@@ -92,6 +93,7 @@ async def hold_step(run: str, step: int, *, redis_url: str | None = None) -> Asy
     """
     with serving(redis_url) as url:
         async with connect(url) as client:
+            # Each lease has its own holder: two readers of one process must not end each other's.
             log, who = RedisEventLog(client, run), new_producer("reader").incarnation
             with ungrouped():
                 async with _leased(log, step, who, LEASE), anyio.create_task_group() as tasks:
@@ -103,12 +105,15 @@ async def hold_step(run: str, step: int, *, redis_url: str | None = None) -> Asy
 @asynccontextmanager
 async def _leased(log: RedisEventLog, step: int, who: str, lease: float) -> AsyncIterator[None]:
     """Acquire the lease, and release it at the end. Raises CheckpointHeld if it is refused."""
+    # The script refuses a checkpoint that is marked for removal, in the same step (invariant 1).
     if not await log.acquire_lease(step, who, lease):
         raise CheckpointHeld(log.run_id, step, "removing")
     try:
         yield
     finally:
         with (
+            # Also after a cancellation: a lease left behind keeps the checkpoint for its whole
+            # time.
             anyio.CancelScope(shield=True),
             suppress(redis.RedisError, KeyConflict, *CONNECTION_ERRORS),
         ):
@@ -129,12 +134,14 @@ async def _hold(
     log, who = RedisEventLog(client, run), new_producer("reader").incarnation
     lost, failure = False, None
     async with _leased(log, step, who, lease):
+        # Under the lease: a folder that was looked at before it could be removed in between.
         identity = await _promoted(log, step, folder, deadline)
         async with anyio.create_task_group() as tasks:
 
             async def renew() -> None:
                 nonlocal lost
                 lost = await _lost(log, step, who, lease)
+                # Invariant 2: the reader must not go on with files that may vanish.
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(renew)
@@ -143,8 +150,10 @@ async def _hold(
             except Exception as error:
                 failure = error  # the caller's own error, raised outside of the task group
             tasks.cancel_scope.cancel()
+    # After the task group, which would wrap it in an exception group.
     if failure is not None:
         raise failure
+    # Read after the block: a replaced folder has another inode (invariant 3).
     last_identity = await _identity(folder)
     if lost or last_identity is None:
         raise CheckpointHeld(run, step, "removed", folder, lease)
@@ -166,9 +175,11 @@ async def _promoted(
         f"step {step} of run {log.run_id} is ready, but its files did not become {folder}",
         "does a reducer run, with this checkpoint root?",
     )
+    # The reducer's own plan, so that a reader waits for exactly what the reducer will do.
     plan = plan_files(await wait.retry(partial(current_state, log)))
     promotions = [promotion for promotion in plan.promotions if promotion.step == step]
     after = ORIGIN
+    # In a thread: a file server that hangs must not stop the renewal of the lease.
     while await anyio.to_thread.run_sync(_is_to_come, folder, promotions):
         seconds = min(_LONGEST_BLOCK, wait.left())
         after = await wait.retry(partial(log.promoted_after, after, seconds=seconds))
@@ -202,6 +213,7 @@ async def _identity(folder: Path) -> tuple[int, int] | None:
     with suppress(FileNotFoundError, NotADirectoryError):
         stat = await anyio.Path(folder).stat()
         if S_ISDIR(stat.st_mode):
+            # A name can stand for another folder later; an inode on its device does not.
             return stat.st_dev, stat.st_ino
     return None
 
@@ -212,6 +224,7 @@ async def _lost(log: RedisEventLog, step: int, who: str, lease: float) -> bool:
     while True:
         await anyio.sleep(pause)
         try:
+            # Acquired again rather than extended: a server that restarted may have lost the lease.
             if not await log.acquire_lease(step, who, lease):
                 return True
             pause = lease / _RENEWALS
@@ -221,4 +234,5 @@ async def _lost(log: RedisEventLog, step: int, who: str, lease: float) -> bool:
             logger.warning(
                 "the lease on the checkpoint of step %d was not renewed: %s", step, error
             )
+            # Often from now on: the lease runs out while the server is away.
             pause = 1.0

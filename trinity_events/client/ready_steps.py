@@ -61,6 +61,7 @@ async def wait_ready(
     with anyio.move_on_after(deadline):
         return await _ready(run, step, kind, epoch, redis_url)
     why = "the server does not answer"
+    # A second deadline: the server that did not answer may not answer now either.
     with anyio.move_on_after(_EXPLAINING):
         why = explain(await _state(run, redis_url), step)
     raise DeadlineExceeded(
@@ -78,8 +79,10 @@ async def _ready(
             return False
         if epoch is not None:
             return event.epoch == epoch
+        # A step of an abandoned branch has the same number, and other weights.
         return event.epoch > state.epoch or is_in_lineage(state, StepRef(event.epoch, step))
 
+    # From the beginning: the step may be ready already.
     subscription = subscribe(run, StepReady, StepSuperseded, start="beginning", redis_url=redis_url)
     async with subscription as events:
         async for delivered in events:

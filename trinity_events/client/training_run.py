@@ -93,9 +93,11 @@ class TrainingRun:
         """Open the run's next epoch; return the trainer's publisher."""
         if self._unopened is None:
             raise RunOpenedTwice(self.run_id)
+        # Taken before it is entered: an epoch that failed to open is not opened a second time.
         opened, self._unopened = self._unopened, None
         publisher = opened.__enter__()
         self._opened = opened
+        # Last: a run that did not open has nothing to close.
         _left_open[self] = os.getpid()
         return publisher
 
@@ -106,6 +108,7 @@ class TrainingRun:
         seconds after an error. Raises PublishError when the log has not, unless ``error`` is
         given, which is worth more.
         """
+        # Taken first, so that a close within a close does nothing.
         opened, self._opened = self._opened, None
         _left_open.pop(self, None)
         if opened is not None:
@@ -133,6 +136,7 @@ _left_open: dict[TrainingRun, int] = {}
 @atexit.register
 def _interrupt_all() -> None:
     """Close what a process leaves open: later, when its generators are finalized, is too late."""
+    # A copy, because close() removes its run.
     for run, process in list(_left_open.items()):
         if process == os.getpid():
             logger.warning(
@@ -172,6 +176,7 @@ def _opened(
                 deadline=deadline,
             )
 
+    # Held for the whole run: the embedded server ends with its last user.
     with serving(redis_url) as url:
         with start_blocking_portal() as portal:  # the caller may run its own event loop
             epoch = portal.call(opened, url)
@@ -179,13 +184,17 @@ def _opened(
             try:
                 with (
                     renewing_trainer_lease(publisher, lambda: resume_from or 0, lease=lease),
+                    # Inside of the lease: the exit that a signal raises still publishes the run's
+                    # end.
                     exiting_on_signals(),
                 ):
                     yield publisher
+            # Also KeyboardInterrupt and SystemExit, which the log records as an interruption.
             except BaseException as error:
                 with suppress(PublishError):  # raise the error of the block instead
                     publisher.publish(_closed_by(error))
                 raise
+            # Outside of the try: an error of this event is no failure of the training.
             publisher.publish(RunClosed(reason="finished"))
 
 
@@ -218,6 +227,7 @@ def publishing(
             yield publisher
         except BaseException:
             with suppress(PublishError):
+                # Without the deadline: a failed block must not wait long for a server that is away.
                 publisher.close()
             raise
         publisher.close(deadline)
@@ -227,6 +237,7 @@ _INTERRUPTS = (KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorE
 
 
 def _closed_by(error: BaseException) -> RunClosed:
+    # A task group wraps the interrupt of one of its tasks.
     if isinstance(first_error(error), _INTERRUPTS):
         return RunClosed(reason="interrupted")
     return RunClosed(reason="failed", error=format_cause(error))

@@ -40,6 +40,7 @@ def read_stacks(pids: Iterable[int], patience: float = PY_SPY_PATIENCE) -> dict[
     end = time.monotonic() + patience
     with ExitStack() as running:
         started: dict[int, subprocess.Popen[bytes]] = {}
+        # All are started before any is read, so that one deadline is enough for all.
         for pid in pids:
             with suppress(OSError):
                 started[pid] = running.enter_context(_dump(program, pid))
@@ -59,6 +60,7 @@ def find_program() -> str | None:
 @contextmanager
 def _dump(program: str, pid: int) -> Iterator[subprocess.Popen[bytes]]:
     """Start py-spy for a process, and kill it on leaving, should it still run."""
+    # Nonblocking: a pause would stop a process that others may wait for.
     command = [program, "dump", "--pid", str(pid), "--nonblocking", "--full-filenames"]
     nothing = subprocess.DEVNULL
     # The program is the installed py-spy, and its arguments are ours.
@@ -68,8 +70,10 @@ def _dump(program: str, pid: int) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield started
     finally:
+        # A py-spy that is late must not outlive its deadline.
         started.kill()
         with suppress(subprocess.TimeoutExpired):
+            # Reaped, or it stays as a zombie of a process that lives for days.
             started.wait(_END)
         if started.stdout is not None:
             started.stdout.close()
@@ -80,11 +84,13 @@ def _read_output(process: subprocess.Popen[bytes], end: float) -> str:
     assert process.stdout is not None
     descriptor, output, ready = process.stdout.fileno(), b"", select.poll()
     ready.register(descriptor, select.POLLIN)
+    # Bounded by bytes and time: the output of a foreign process is not trusted.
     while len(output) < _MOST:
         if not ready.poll(1000 * max(0.0, end - time.monotonic())):
             return ""
         piece = os.read(descriptor, _MOST - len(output))
         if not piece:
+            # The end of the output is not the end of the process, whose status decides.
             with suppress(subprocess.TimeoutExpired):
                 if process.wait(max(0.0, end - time.monotonic())) == 0:
                     break
@@ -94,5 +100,6 @@ def _read_output(process: subprocess.Popen[bytes], end: float) -> str:
 
 
 def _without_command_line(output: str) -> str:
+    # From the end: a command line may contain this text.
     _, version, rest = output.rpartition(_VERSION)
     return rest.partition("\n")[2].strip() if version else ""

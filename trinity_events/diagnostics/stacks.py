@@ -69,6 +69,7 @@ def name_process(run_id: str, process: str) -> None:
         link = name.with_name(f"{name.name}.{os.getpid()}")
         link.unlink(missing_ok=True)
         link.symlink_to(_own.name)
+        # Renamed into place: a reader finds the old process or the new one, never none.
         link.replace(name)
 
 
@@ -90,8 +91,10 @@ def collect_stacks(
             for name in list(processes)[:MOST]
             if (request := _request_stacks(run_id, name, files)) is not None
         ]
+        # One deadline for all: they write at the same time.
         end = time.monotonic() + patience
         texts = {
+            # The end, because faulthandler writes the main thread last.
             request.process: read_answer(request.descriptor, request.begin, end)[-_LARGEST:]
             for request in requests
         }
@@ -100,6 +103,7 @@ def collect_stacks(
     ]
     pids = dict.fromkeys(request.pid for request in silent)
     read = read_stacks(pids, py_spy_patience) if pids else {}
+    # The beginning, because py-spy lists the main thread first.
     texts |= {request.process: read.get(request.pid, "")[:_LARGEST] for request in silent}
     node = socket.gethostname()
     return [
@@ -142,6 +146,7 @@ def _condition(path: Path) -> Literal["running", "stopped", "ended"]:
         state, start_time = _state(int(pid))
     except OSError:
         return "ended"
+    # Numbers of processes are used again; the start time tells them apart.
     if str(start_time) != began or state in "ZX":
         return "ended"
     return "stopped" if state in "Tt" else "running"
@@ -158,6 +163,7 @@ def read_answer(descriptor: int, begin: int, end: float) -> str:
     size = begin
     while (size == begin or size != os.fstat(descriptor).st_size) and time.monotonic() < end:
         size = os.fstat(descriptor).st_size
+        # Nothing announces that a signal handler has written.
         time.sleep(_LOOK)
     return os.pread(descriptor, 4 * _LARGEST, begin).decode(errors="replace")
 
@@ -174,8 +180,10 @@ def _request_stacks(run_id: str, process: str, files: ExitStack) -> _StackReques
     """Ask a process for its stacks; return None if it is not on this host, or has ended."""
     try:
         path = get_process_folder() / (get_process_folder() / f"{run_id}.{process}").readlink().name
+        # SIGUSR1 ends a process without a handler, so a number that is used again must not get it.
         if not _is_alive(path):
             return None
+        # Opened before the signal: the process may end, and remove its file.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         files.callback(os.close, descriptor)
         pid, begin = _pid(path), os.fstat(descriptor).st_size
@@ -188,10 +196,13 @@ def _request_stacks(run_id: str, process: str, files: ExitStack) -> _StackReques
 def _own_file(folder: Path) -> Path:
     """Return the file of this process; the first call makes it."""
     global _own  # noqa: PLW0603 - a signal has one handler in a process
+    # A forked process inherits the module, and needs a file of its own.
     if _own is None or _pid(_own) != os.getpid():
         _sweep(folder)
         path = folder / f"{os.getpid()}.{_began(os.getpid())}{_SUFFIX}"
+        # Appended, so that a second request does not overwrite the first answer.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        # The descriptor stays open for ever: the handler writes to its number.
         faulthandler.register(_SIGNAL, file=descriptor, all_threads=True)
         atexit.register(path.unlink, missing_ok=True)
         _own = path
@@ -231,5 +242,7 @@ def _began(pid: int) -> int:
 
 def _state(pid: int) -> tuple[str, int]:
     """Return the letter of a process's state, and the clock ticks from boot to its begin."""
+    # proc_pid_stat(5): the name before the last parenthesis may hold anything.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    # State and start time: fields 3 and 22 of the whole line.
     return fields[0], int(fields[19])

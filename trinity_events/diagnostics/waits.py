@@ -122,6 +122,7 @@ class WaitReporter:
         self._threshold = threshold
         self._renewal = renewal
         self._idle_rounds = idle_rounds
+        # A fork copies the reporter without its thread.
         self._process = os.getpid()
         self._changed = threading.Condition()
         self._waits: dict[Wait, None] = {}
@@ -148,6 +149,7 @@ class WaitReporter:
                 what that step lacks.
         """
         wait = Wait(self, what, tuple(waits_for), deadline, step)
+        # What any other exception than a deadline leaves.
         outcome: Outcome = "cancelled"
         self._begin(wait)
         try:
@@ -163,6 +165,7 @@ class WaitReporter:
         """Report a wait again soon, if it was reported before its object changed."""
         with self._changed:
             if wait.reported_at is not None:
+                # Limited, so that an object that changes all the time floods no log.
                 self._schedule(wait, min(wait.due, wait.reported_at + self._threshold))
 
     def _begin(self, wait: Wait) -> None:
@@ -170,6 +173,7 @@ class WaitReporter:
             return
         with self._changed:
             self._waits[wait] = None
+            # Most waits end before, and cost a dictionary entry and no event.
             self._schedule(wait, wait.began + self._threshold)
             if self._thread is None:
                 self._start()
@@ -192,9 +196,11 @@ class WaitReporter:
         if not self._reports:
             return
         if outcome == "deadline" and self._run_id is not None:
+            # Before the wait ends, and outside of the lock: it may take seconds.
             for stacks in collect_stacks(self._run_id, wait.object[1]):
                 self._publish(stacks)
         with self._changed:
+            # Under the lock of the thread: no report can follow the end.
             del self._waits[wait]
             if wait.reported_at is not None:
                 seconds = time.monotonic() - wait.began
@@ -210,6 +216,7 @@ class WaitReporter:
         """Report what is due, until there has been no wait for a while."""
         idle = 0
         with self._changed:
+            # The thread stays for a while, since starting one costs more than a short wait.
             while self._waits or idle < self._idle_rounds:
                 now = time.monotonic()
                 for wait in [wait for wait in self._waits if wait.due <= now]:
@@ -222,6 +229,7 @@ class WaitReporter:
 
     def _report(self, wait: Wait, now: float) -> None:
         reported = sum(wait.reported_at is not None for wait in self._waits)
+        # Each of the others is tried again after the threshold.
         if wait.reported_at is None and reported >= MOST_REPORTED:
             wait.due = now + self._threshold
             return
@@ -239,6 +247,7 @@ class WaitReporter:
         )
         if is_accepted:
             wait.reported_at = now
+        # A full buffer of the publisher is tried again soon.
         wait.due = now + (self._renewal if is_accepted else self._threshold)
 
     def _publish(self, event: WaitStarted | WaitEnded | StacksTaken) -> bool:

@@ -57,6 +57,7 @@ _RULES = {
         (*_READ_RUN, *_INDEX),
         (
             f"-@all +xadd ~{RUN_INDEX}",
+            # INCR: the trainer opens the next epoch by its counter.
             "-@all +xadd +evalsha +incr ~RUN:events ~RUN:epoch",
             "-@all +set +del ~RUN:alive:*",
             "-@all +evalsha ~RUN:epoch ~RUN:rollouts ~RUN:experiences ~RUN:evaluations ~RUN:judged",
@@ -115,6 +116,7 @@ def access_rules(run_id: str | None = None, server: Server = "both") -> list[str
     """
     run = "*" if run_id is None else check_run_id(run_id)
     lines = [f"user {user} on >{user.upper()} {_text(_RULES[user], server)}" for user in USERS]
+    # Without it any client has all rights: the default user needs no password.
     return ["user default off", *(line.replace("RUN:", f"trinity:{{{run}}}:") for line in lines)]
 
 
@@ -125,6 +127,7 @@ def _text(rules: _Rules, server: Server) -> str:
         return (_WEIGHTS in rule) in of_weights
 
     keys = [key for key in rules.keys if is_for(key)]
+    # On a server that has none of its keys, a role needs no commands on keys.
     commands = rules.commands if keys else ""
     listing = _LISTING if "+@read" in commands and "+@write" not in commands else ""
     selectors = [f"({selector})" for selector in rules.selectors if is_for(selector)]

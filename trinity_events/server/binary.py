@@ -52,6 +52,7 @@ def choose_binary(data_format: DataFormat | None) -> ServerBinary:
     for candidate in _candidates():
         if data_format is None or candidate.reads(data_format):
             return candidate
+        # Kept for the error, which names the server that cannot read the data.
         first = first or candidate
     if first is None:
         raise NoServerProgram("PATH", fault="absent")
@@ -72,6 +73,7 @@ def _candidates() -> Iterator[ServerBinary]:
     """Yield the servers that can be started, in the order of choice."""
     named = os.environ.get(BINARY_VARIABLE)
     if named:
+        # It excludes the others: a user who names a binary wants an error, not another one.
         yield _find_binary(named)
         return
     try:
@@ -101,11 +103,13 @@ def _find_binary(path: str) -> ServerBinary:
 def _identify(path: str) -> ServerBinary | None:
     """Return the server in a binary; None if it is no server or cannot be run."""
     try:
+        # The binary's own word, since a file name says nothing about the product.
         output = subprocess.run(  # noqa: S603
             [path, "--version"], capture_output=True, text=True, timeout=_SAYS_WITHIN, check=False
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
+    # "Redis server v=7.2.4 sha=..." and "Valkey server v=8.1.1 sha=...".
     match = re.match(r"(\w+) server v=(\d+(?:\.\d+)+)", output)
     if match is None:
         return None

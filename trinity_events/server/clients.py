@@ -41,6 +41,7 @@ class _Cluster(redis.cluster.RedisCluster):
 
 def _settings() -> dict[str, Any]:
     return {
+        # RESP3 has maps where callers expect lists, as in the reply to XREADGROUP.
         "protocol": 2,
         "socket_timeout": SOCKET_DEADLINE,
         "socket_connect_timeout": SOCKET_DEADLINE,
@@ -49,6 +50,7 @@ def _settings() -> dict[str, Any]:
 
 
 def _backoff() -> ExponentialWithJitterBackoff:
+    # With six attempts about two seconds in all; longer outages are for the callers' deadlines.
     return ExponentialWithJitterBackoff(base=0.02, cap=1.0)
 
 
@@ -61,6 +63,7 @@ def plain_client(url: ServerUrl, *, retry: bool = True) -> redis.Redis:
 def cluster_client(url: ServerUrl) -> redis.Redis:
     """Return a synchronous client of a cluster; it asks for the cluster's nodes at once."""
     _check(url)
+    # redis-py has no types for it.
     node: Any = redis.cluster.ClusterNode
     nodes = [node(*address) for address in url.more]
     client: Any = _Cluster.from_url(
@@ -92,6 +95,7 @@ def probe(socket: Path) -> redis.Redis:
 
 async def close_async(client: redis.asyncio.Redis) -> None:
     """Close an asynchronous client, even while its task is being cancelled."""
+    # Without the shield a cancelled task would leave its connections open.
     with anyio.move_on_after(_CLOSE_WITHIN, shield=True):
         await client.aclose()
         nodes: Any = getattr(client, "nodes_manager", None)
@@ -109,6 +113,7 @@ def _check(url: ServerUrl) -> None:
     if url.url.startswith("unix:"):
         raise InvalidUrl(redacted(url.url), "cluster socket")
     parse: Any = redis.connection.parse_url
+    # A cluster has database 0 alone; the client would ignore the number.
     if database := parse(url.url).get("db"):
         raise InvalidUrl(redacted(url.url), "cluster database", option=str(database))
 

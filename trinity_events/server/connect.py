@@ -76,17 +76,21 @@ async def _opened(
 ) -> redis.asyncio.Redis:
     parsed, patiently = parse(url), partial(_patiently, url, setting, patience)
     if not parsed.cluster:
+        # Without retries, because the wait around it has its own deadline.
         client = async_plain_client(parsed, retry=False)
         try:
             check_server(url, setting, await patiently(lambda: client.info("server")))
+            # A plain URL may name a node of a cluster, which answers MOVED for most keys.
             if not _is_cluster(await patiently(lambda: client.info("cluster"))):
                 return async_plain_client(parsed, retry=retry)
         finally:
             await close_async(client)
     client = async_cluster_client(parsed, retry=retry)
     try:
+        # Any node: all nodes of a cluster are to have one version.
         info = await patiently(lambda: client.info("server", target_nodes="random"))
         check_server(url, setting, info)
+    # Also a cancellation, after which the connection would leak.
     except BaseException:
         await close_async(client)
         raise
@@ -105,6 +109,7 @@ async def _patiently(
             if not is_transient(error) or anyio.current_time() > give_up:
                 raise _refused(url, setting, error) from None
         await anyio.sleep(pause)
+    # It yields for ever; this satisfies the type checker.
     raise AssertionError("backoff_delays ended")
 
 
@@ -152,6 +157,7 @@ def connect_sync(
 def check_server(url: str, setting: ServerSetting, info: dict[str, Any]) -> None:
     """Raise ServerTooOld if the server is older than 7.0."""
     version = str(info.get("redis_version", "0"))
+    # Valkey reports the version of Redis that it is compatible with here.
     if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST_SERVER:
         raise ServerTooOld(redacted(url), version, way_out=setting.way_out)
 
@@ -173,5 +179,6 @@ def _refused(url: str, setting: ServerSetting, error: BaseException) -> TrinityE
 def _find_certificate_error(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
     """Return the refusal of a certificate that an error of the client library rests on."""
     while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        # redis-py raises its own ConnectionError over that of ssl.
         error = error.__cause__ or error.__context__
     return error

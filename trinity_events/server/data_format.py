@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 APPEND_ONLY_FOLDER = "appendonlydir"
 """Name of the append-only file's folder in a server's folder."""
-_HEADER_BYTES = 256
+_HEADER_BYTES = 256  # the auxiliary fields with the version are the first ones of the file
+# rdb.h: after the number comes an auxiliary field (fa), a database (fe) or the end (ff).
 _MAGIC = re.compile(rb"(REDIS|VALKEY)(\d{3,4})(?=\xfa|\xfe|\xff)")
 _WRITER = re.compile(rb"\xfa.(redis|valkey)-ver.(\d+(?:\.\d+)*)", re.DOTALL)
 _READ_BY_ALL = 10
@@ -49,6 +50,7 @@ def read_format(folder: Path) -> DataFormat | None:
     """
     bases = list((folder / APPEND_ONLY_FOLDER).glob("appendonly.aof.*.base.rdb"))
     try:
+        # While it rewrites, a server has two of them, and the newer one counts.
         with max(bases, key=_sequence).open("rb") as file:
             return _parse(file.read(_HEADER_BYTES))
     except (OSError, ValueError):

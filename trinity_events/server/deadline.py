@@ -45,6 +45,7 @@ class Deadline:
     def renew(self) -> None:
         """Restart the deadline for the next wait."""
         self._give_up = anyio.current_time() + self._deadline
+        # A fault before belongs to the wait before.
         self._fault: BaseException | None = None
 
     def left(self) -> float:
@@ -72,6 +73,7 @@ class Deadline:
         pause = backoff_delays(LONGEST_PAUSE)
         while True:
             try:
+                # A server that accepts and never answers must not outlast the deadline.
                 with anyio.fail_after(self.left() + _GRACE):
                     answer = await question()
             except Exception as error:
@@ -81,9 +83,11 @@ class Deadline:
             else:
                 self._fault = None
                 return answer
+            # left() raises at the deadline, so that the loop needs no other end.
             await anyio.sleep(min(next(pause), self.left()))
 
     def _record_fault(self, fault: BaseException) -> None:
+        # Logged once for an outage, not at each attempt.
         if self._fault is None:
             logger.warning(
                 "waiting for the server (%s): %s so far", reply_text(fault), self.missing

@@ -37,6 +37,7 @@ PID_FILE = "redis.pid"
 _LOG_READ = 1 << 20
 """Bytes of a server's log that are read for the reason of a failed start."""
 _LONGEST_SOCKET_PATH = 100  # the kernel takes 107 bytes
+# Isolated and without site: it starts fast, and no module of the user can break it.
 _REAPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("reaper.py")))
 
 
@@ -124,6 +125,7 @@ class EmbeddedServer:
 
     @property
     def _temporary(self) -> Path:
+        # One folder for each home, at a short path that all users of the home compute alike.
         name = hashlib.sha256(os.fsencode(self.data)).hexdigest()[:16]
         below = Path(f"trinity-events-{os.getuid()}-{name}", "redis.sock")
         path = Path(tempfile.gettempdir()) / below
@@ -147,6 +149,7 @@ class EmbeddedServer:
             ) from None
         with users:
             with self._deciding():
+                # Under the start lock: else the last user could stop the server after the look.
                 self._lock(users, fcntl.LOCK_SH)
                 if not self._answers():
                     self._start()
@@ -154,6 +157,8 @@ class EmbeddedServer:
                 yield self.url
             finally:
                 with self._deciding_at_the_end() as decides:
+                    # It tries to make the own lock exclusive, which succeeds for the last user
+                    # alone.
                     if decides and unused(users):
                         self._stop()
 
@@ -184,6 +189,7 @@ class EmbeddedServer:
 
     @staticmethod
     def _listen(client: redis.Redis, port: int) -> None:
+        # Before the port: it must never listen on another address, even for a moment.
         client.config_set("bind", "127.0.0.1")
         try:
             client.config_set("port", port)
@@ -204,6 +210,7 @@ class EmbeddedServer:
         """
         with ExitStack() as exits:
             try:
+                # A deadline here would otherwise replace the error of the caller's block.
                 exits.enter_context(self._deciding())
             except ServerUnreachable as error:
                 logger.warning("the embedded server is left to its reaper: %s", error)
@@ -231,6 +238,7 @@ class EmbeddedServer:
                 client.ping()
         except redis.BusyLoadingError:
             return _SocketState.LOADING
+        # Counted as there: a second server would write to the same files.
         except redis.TimeoutError:
             return _SocketState.THERE  # slow
         except (redis.RedisError, OSError) as error:
@@ -283,13 +291,16 @@ class EmbeddedServer:
 
     def _make_place(self) -> None:
         if self.socket.parent != self.data:
+            # It may point to the temporary folder of an earlier starter.
             self._elsewhere.unlink(missing_ok=True)
             folder = self._temporary.parent
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = folder.lstat()
+            # Anyone may make a folder in /tmp first, and would own the socket.
             if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
                 raise EmbeddedServerUnusable(str(folder), fault="shared")
             self._elsewhere.symlink_to(self._temporary)
+        # A killed server leaves its socket, on which the next one cannot bind.
         self.socket.unlink(missing_ok=True)
 
     def _launch(self, lives: IO[str]) -> None:
@@ -297,10 +308,12 @@ class EmbeddedServer:
         logged = self._log_size()
         command = [
             str(binary.path),
+            # No network: the permissions of the socket are its password.
             *("--port", "0"),
             *("--unixsocket", str(self.socket), "--unixsocketperm", "700"),
             *("--dir", str(self.data), "--appendfsync", "everysec"),
             *("--appendonly", "yes" if self._durable else "no"),
+            # The append-only file has everything; an eviction would lose entries of the log.
             *("--save", "", "--maxmemory-policy", "noeviction"),
             *("--logfile", str(self._log), "--daemonize", "yes"),
             *("--pidfile", str(self.data / PID_FILE)),
@@ -326,8 +339,10 @@ class EmbeddedServer:
         """Wait until the server has read its data; return False if it ends or does not answer."""
         give_up = time.monotonic() + self._timeouts.start
         while (state := self._state()) is not _SocketState.THERE:
+            # It makes progress: a large file may take longer than the deadline of a start.
             if state is _SocketState.LOADING:
                 give_up = time.monotonic() + self._timeouts.start
+            # Its lock says at once that it ended, without a wait for the deadline.
             if self._has_ended() or time.monotonic() > give_up:
                 return False
             time.sleep(0.02)
@@ -359,6 +374,7 @@ class EmbeddedServer:
 
     def _start_reaper(self) -> None:
         """Start the reaper of the server; the server works without one, too."""
+        # A server without a reaper works: only a killed last user would leave it running.
         with suppress(redis.RedisError, OSError), probe(self.socket) as client:
             server = client.info("server")["process_id"]
             subprocess.run(  # noqa: S603
@@ -371,6 +387,7 @@ class EmbeddedServer:
             )
 
     def _stop(self) -> None:
+        # A server that ends closes the connection, also before it answers.
         with suppress(redis.RedisError, OSError), probe(self.socket) as client:
             client.shutdown(nosave=True)
         give_up = time.monotonic() + self._timeouts.start

@@ -21,6 +21,8 @@ def make_private(folder: Path) -> None:
     make_home(folder.parent)
     folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
     status = folder.stat()
+    # A folder of an earlier version, or of another umask; one of another user is not ours to
+    # change.
     if status.st_uid == os.getuid() and status.st_mode & UMASK:
         folder.chmod(FOLDER_MODE)
 
@@ -31,4 +33,5 @@ def open_private(path: Path, mode: str = "a+") -> IO[str]:
 
 
 def _opener(path: str, flags: int) -> int:
+    # A link in a shared folder could have another file of the user written to.
     return os.open(path, flags | os.O_NOFOLLOW, FILE_MODE)

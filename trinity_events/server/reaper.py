@@ -32,6 +32,7 @@ def watch(folder: Path, path: str, server: int) -> None:
         (folder / "server.lock").open("a+") as lives,
     ):
         while _runs(server):
+            # Without a deadline: it has no caller to report to (decision 5).
             fcntl.flock(deciding, fcntl.LOCK_EX)
             try:
                 if unused(users):
@@ -42,6 +43,7 @@ def watch(folder: Path, path: str, server: int) -> None:
                     leave_no_folder(folder, Path(path))
                     return
             finally:
+                # Before the start lock is free: a user that starts must not find this lock held.
                 fcntl.flock(users, fcntl.LOCK_UN)
                 fcntl.flock(deciding, fcntl.LOCK_UN)
             time.sleep(LOOK)
@@ -65,6 +67,7 @@ def leave_no_folder(data: Path, path: Path) -> None:
 
 def _runs(server: int) -> bool:
     try:
+        # A number that another process has by now only keeps the reaper waiting.
         os.kill(server, 0)
     except OSError:
         return False
@@ -77,11 +80,13 @@ def _stop(path: str) -> bool:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(STOP)
             connection.connect(path)
+            # An inline command, which needs no client library.
             connection.sendall(b"SHUTDOWN NOSAVE\r\n")
             connection.recv(64)  # returns once the server has ended
     except (FileNotFoundError, ConnectionRefusedError):
         return False
     except OSError:
+        # A timeout: the server has the command, and hangs or is slow.
         pass
     return True
 
@@ -91,4 +96,5 @@ if __name__ == "__main__":
     if os.fork() == 0:
         os.setsid()
         watch(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    # Without the interpreter's cleanup, which both halves of the fork would run.
     os._exit(0)

@@ -30,6 +30,7 @@ def serving_weights(weights_url: str | None, redis_url: str) -> Iterator[str]:
     """
     url = weights_url or os.environ.get(WEIGHTS_SERVER.variable)
     embedded = EmbeddedServer(trinity_home())
+    # Chunks in the log's server would be written to its append-only file, and slow it down.
     if url is None and redis_url == embedded.url:
         with EmbeddedServer(trinity_home(), "weights", durable=False).attached() as own:
             yield own

@@ -29,7 +29,9 @@ async def server_info(client: Any, key: str, section: str) -> dict[str, Any]:
     """Return a section of what a key's server tells about itself."""
     where: dict[str, Any] = {}
     if isinstance(client, redis.asyncio.RedisCluster):
+        # Before its first command an asynchronous client knows no node.
         await client.initialize()
+        # Each node has its own clock, and the ids of a key come from its node.
         where["target_nodes"] = client.get_node_from_key(key)
     info: dict[str, Any] = await client.info(section, **where)
     return info

@@ -11,6 +11,7 @@ from .data_format import APPEND_ONLY_FOLDER, read_format
 
 _ROOM = 64 * 1024  # bytes that a server needs at least
 _ELSEWHERE = "set TRINITY_HOME to another folder"
+# "PID:ROLE DATE # TEXT": the sign # is the level of warnings in a log of Redis.
 _LINE = re.compile(r"^\d+:\w \d+ \w+ \d{4} [\d:.]+ # (.+)$", re.MULTILINE)
 _HARMLESS = ("oO0O", "WARNING", "Configuration loaded", "Server initialized", "Redis version")
 _DAMAGED_FILE = re.compile(r"reading the append only file (\S+?):")
@@ -45,12 +46,14 @@ def explain_failure(binary: ServerBinary, folder: Path, log_text: str) -> str:
 def _fatal_line(log_text: str) -> str | None:
     """Return the last line of a log that reports an error."""
     lines = [line for line in _LINE.findall(log_text) if not line.startswith(_HARMLESS)]
+    # The last one, since the server ends with the fatal error.
     return lines[-1] if lines else None
 
 
 def _explain_damage(folder: Path, reason: str) -> str:
     what = f"its data is damaged ({reason.partition(': make a backup')[0]}): keep a copy of"
     match = _DAMAGED_FILE.search(reason)
+    # redis-check-aof cuts off incremental files; a damaged base file cannot be mended.
     if match is None or not match[1].endswith(".incr.aof"):
         return f"{what} {folder} and put back an older copy, or {_ELSEWHERE}"
     return (

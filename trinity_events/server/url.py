@@ -72,12 +72,15 @@ def parse(url: str) -> ServerUrl:
         parts = urlsplit(url)
         scheme = parts.scheme.removesuffix(_CLUSTER)
         cluster = scheme != parts.scheme
+        # From the end: a password may contain an at sign.
         user, at, hosts = parts.netloc.rpartition("@")
+        # Several nodes are our extension; the client library takes one.
         first, *others = hosts.split(",") if cluster else [hosts]
         rest = url[len(f"{parts.scheme}://{parts.netloc}") :]
         plain = f"{scheme}://{user}{at}{first}{rest}"
         more = tuple(_address(address) for address in others)
         ports = [urlsplit(plain).port, *(port for _, port in more)]
+        # Port 0 means "any" to a listener, and nothing to a client.
         wrong = "://" not in url or parts.scheme not in _SCHEMES or 0 in ports
         wrong = wrong or (scheme == "unix" and (bool(hosts) or not parts.path))
     except ValueError:
@@ -103,6 +106,7 @@ def redacted(url: str) -> str:
     scheme, mark, rest = url.partition("://")
     if not mark:
         return _HIDDEN if "@" in url or "?" in url else url
+    # Where the password ends is unknown, so that nothing behind it may be shown.
     if _is_unencoded(url):
         return f"{scheme}://{_HIDDEN}"
     address, question, query = rest.partition("?")
@@ -115,6 +119,7 @@ def redacted(url: str) -> str:
 
 def _redacted_option(option: str) -> str:
     name, equals, _ = option.partition("=")
+    # A list of what may be shown: an unknown option may hold a secret.
     if unquote(name) in _SHOWN:
         return option
     return f"{name}{equals}{_HIDDEN}" if equals else _HIDDEN

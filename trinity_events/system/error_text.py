@@ -26,6 +26,7 @@ def leaf_errors(error: BaseException) -> list[BaseException]:
 def first_error(error: BaseException) -> BaseException:
     """Return the first error of nested groups, preferring a TrinityError."""
     leaves = [checkpoint_cause(leaf) for leaf in leaf_errors(error)]
+    # A cancelled neighbour may come first, and says less than a sentence of ours.
     return next((leaf for leaf in leaves if isinstance(leaf, TrinityError)), leaves[0])
 
 
@@ -35,8 +36,10 @@ def checkpoint_cause(error: BaseException) -> BaseException:
     torch.distributed.checkpoint wraps the failures of all ranks, with their stacks as its text.
     """
     failures = getattr(error, "failures", None)
+    # By name, because the base install has no torch.
     if type(error).__name__ != "CheckpointException" or not isinstance(failures, dict):
         return error
+    # Later ranks often fail because of an earlier one.
     return failures[min(failures)][0] if failures else error
 
 

@@ -13,7 +13,7 @@ from .error_text import shorten
 LOCK_DEADLINE = 60.0
 """Longest wait for a lock, in seconds, by default; to start or stop a server takes at most half of
 it."""
-_LONGEST_PAUSE = 0.1
+_LONGEST_PAUSE = 0.1  # seconds: short against the time that a server takes to start
 
 
 def try_lock(descriptor: int, how: int = fcntl.LOCK_EX) -> bool:
@@ -56,6 +56,7 @@ def lock(
     while not try_lock(descriptor, how):
         if time.monotonic() > give_up:
             raise LockHeld(path, deadline, _format_processes(holders(descriptor, how)))
+        # flock has no timeout, and an alarm would need the main thread.
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -68,6 +69,7 @@ def holders(descriptor: int, how: int = fcntl.LOCK_EX) -> list[int]:
         how: Wanted lock; only exclusive locks exclude a shared one.
     """
     status = os.fstat(descriptor)
+    # As /proc/locks names a file: major and minor in hexadecimal, the inode in decimal.
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     try:
         lines = Path("/proc/locks").read_text().splitlines()
@@ -95,5 +97,6 @@ def _format_command(process: int) -> str:
     except OSError:
         return ""
     text = b" ".join(words).decode(errors="replace").strip()
+    # A command line may hold escape sequences for the terminal.
     shown = "".join(c if c.isprintable() else "?" for c in text)
     return f" ({shorten(shown, 100)})" if shown else ""

@@ -16,8 +16,9 @@ from hashlib import sha256
 from pathlib import Path
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+# The namespace: in another container the same number is another process.
 _PROCESSES = Path("/proc/self/ns/pid")
-_LENGTH = 16
+_LENGTH = 16  # hexadecimal digits, 64 bits
 
 
 def get_process_folder() -> Path:
@@ -26,6 +27,7 @@ def get_process_folder() -> Path:
     Raises OSError if it is another user's, or cannot be made.
     """
     folder = Path(tempfile.gettempdir()) / f"trinity-stacks-{os.getuid()}"
+    # Anyone may write to the temporary folder, so the owner is checked as well.
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} is another user's")
@@ -43,6 +45,7 @@ def get_host_id() -> str:
         folder = get_process_folder().stat()
         seen = f"{_BOOT.read_text()} {_PROCESSES.readlink()} {folder.st_dev} {folder.st_ino}"
         return sha256(seen.encode()).hexdigest()[:_LENGTH]
+    # By process, so that a fork does not inherit the identity of its parent.
     return _draw_identity(os.getpid())
 
 

@@ -16,6 +16,7 @@ from typing import BinaryIO, ClassVar, Literal
 from ..errors import StructuredError
 from .file_locks import try_lock
 
+# Descriptors, not paths: a folder that is swapped for a link meanwhile is not followed.
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _PART = ".part"
 """Suffix of unfinished files; their writer holds a lock on them as long as it lives."""
@@ -87,12 +88,14 @@ class OpenFolder:
 
     def _child(self, name: str, create: bool) -> OpenFolder:
         if create:
+            # Another rank may make it at the same time.
             with suppress(FileExistsError):
                 os.mkdir(name, dir_fd=self.descriptor)
         path = self.path / name
         try:
             return OpenFolder(os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=self.descriptor), path)
         except OSError as error:
+            # Linux answers ENOTDIR for a link where a folder is asked for, others ELOOP.
             if error.errno in (errno.ELOOP, errno.ENOTDIR) and self.is_link(name):
                 raise UnsafePath(str(path), "link") from None
             raise
@@ -155,6 +158,7 @@ class OpenFolder:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
         def create(own: str) -> int:
+            # Readable as the user's umask has it: checkpoints are shared in a group.
             return os.open(own, flags, 0o666, dir_fd=self.descriptor)
 
         with self._temporary(name, create) as (own, descriptor):
@@ -178,6 +182,8 @@ class OpenFolder:
             while descriptor is None:
                 own = f".{name}.{secrets.token_hex(8)}{_PART}"
                 descriptor = create(own)
+                # The lock shows a live writer; without it the sweep of another process removes the
+                # file.
                 if not (_claimed(descriptor) and here._is_at(descriptor, own)):
                     # Another process saw no writer yet, and removed it.
                     unusable, descriptor = descriptor, None
@@ -218,6 +224,7 @@ class OpenFolder:
         except OSError:  # absent, or owned by another user
             return False
         try:
+            # Held by its writer, which lives.
             if not try_lock(descriptor):
                 return True
             if self._is_at(descriptor, part):
@@ -272,14 +279,17 @@ class Part:
             replace: True to replace an entry of that name, False to raise FileExistsError.
         """
         self.file.flush()
+        # Before the rename: after a crash the name must not stand for an empty file.
         os.fsync(self.file.fileno())
         of = self._folder.descriptor
         if replace:
             os.replace(self.own, self._name, src_dir_fd=of, dst_dir_fd=of)
         else:
+            # link() refuses a name that exists, and rename() would replace it.
             os.link(self.own, self._name, src_dir_fd=of, dst_dir_fd=of, follow_symlinks=False)
             self._folder.remove(self.own)
         self.file.close()
+        # The rename itself is durable only with its folder.
         self._folder.sync()
 
 
@@ -313,6 +323,7 @@ def parts_of(relative: str, folder: Path) -> list[str]:
     """Split a relative path into names. Raises UnsafePath if it may lead out of the folder."""
     if "\0" in relative:
         raise UnsafePath(relative, "invalid")
+    # Paths come from events; an empty name would be an absolute path or a double slash.
     names = relative.split("/")
     if any(name in ("", ".", "..") for name in names):
         raise leads_out(relative, folder)

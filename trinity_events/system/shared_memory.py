@@ -26,7 +26,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 _LOCK = "owner"
 _UNFINISHED = 60.0
 """Seconds after which a folder without a held lock no longer counts as being created."""
-_LEAST = 1 << 20
+_LEAST = 1 << 20  # bytes by which a segment grows, and to which it is trimmed
 # Range lock of an open file description, which is independent of locks on the whole file.
 _RANGE = struct.Struct("hhqqi")
 # Linux maps all pages at once; other systems map them one by one.
@@ -53,6 +53,7 @@ def users_folder(root: Path = SHARED_MEMORY) -> Path:
 def sweep(root: Path = SHARED_MEMORY) -> list[Path]:
     """Remove the folders of this user's dead processes; return their paths."""
     parent = users_folder(root)
+    # Another user's folder of this name is neither read nor swept.
     swept = [folder for folder in parent.iterdir() if _is_dead(folder)] if owned(parent) else []
     for folder in swept:
         shutil.rmtree(folder, ignore_errors=True)
@@ -81,6 +82,8 @@ def _is_dead(folder: Path) -> bool:
     try:
         if folder.name.startswith(".") and time.time() - made < _UNFINISHED:
             return False  # its lock is about to be taken
+        # The kernel has released the lock of a dead process; a process id may be of another
+        # container.
         return try_lock(lock)
     finally:
         os.close(lock)
@@ -103,6 +106,7 @@ def _is_read_beside(descriptor: int) -> bool:
     try:
         _range_lock(descriptor, fcntl.F_WRLCK)
     except OSError as error:
+        # POSIX allows both for a lock that another holder has.
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise
         return True
@@ -111,6 +115,7 @@ def _is_read_beside(descriptor: int) -> bool:
 
 
 def _range_lock(descriptor: int, how: int) -> None:
+    # The first byte stands for the file; the process id of such a lock must be 0 (fcntl(2)).
     fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _RANGE.pack(how, os.SEEK_SET, 0, 1, 0))
 
 
@@ -127,11 +132,13 @@ class Owner:
         # Locked before it gets its name, so that no process takes it for a dead process's folder.
         self._lock = os.open(made / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # The dot of the first name kept a sweep away until the lock was held.
         self.folder = made.rename(parent / name)
 
     def close(self) -> None:
         """Remove the folder. Readers with open segments can continue to read."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        # Last: while the lock is held no sweep touches the folder.
         os.close(self._lock)
 
 
@@ -201,12 +208,14 @@ class Segment:
 
     def close(self) -> None:
         """Remove the file and close it."""
+        # Readers keep the pages that they have mapped.
         self.path.unlink(missing_ok=True)
         self._memory = memoryview(b"")
         os.close(self._descriptor)
 
     def _step(self) -> int:
         """Return the minimum bytes by which it grows."""
+        # By a quarter: a linear step would map a large part many times.
         return max(self._size // 4, _LEAST)
 
     def _grow(self, size: int) -> None:

@@ -85,6 +85,7 @@ async def cancelled_by_signals(
                 yield
                 tasks.cancel_scope.cancel()
     finally:
+        # asyncio restores the default handler, not the one before.
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -93,6 +94,7 @@ class _SignalExit(SystemExit):
     """Exit that a signal asked for."""
 
     def __init__(self, number: int) -> None:
+        # As a shell reports a process that a signal ended.
         super().__init__(128 + number)
         self.number = number
 
@@ -121,13 +123,16 @@ class _SignalExits:
 
     def restore(self) -> None:
         for number in self._numbers:
+            # Another library may have set its own handler meanwhile.
             if signal.getsignal(number) == self._exit:
                 signal.signal(number, signal.SIG_DFL)
         self._numbers = []
+        # Hooks form a chain: one that was set later keeps ours as its next.
         if sys.unraisablehook == self._on_dropped:
             sys.unraisablehook = self._next_hook
 
     def _exit(self, number: int, _: FrameType | None) -> None:
+        # A second signal during the cleanup would interrupt it halfway.
         if _unwinds(_SignalExit):
             return
         self._dropped = None
