@@ -25,6 +25,7 @@ from trinity_workers.config.fields import Field, fields, sections
 from trinity_workers.config.other_names import FORMER_NAMES, OTHER_NAMES
 from trinity_workers.config.rules.table import find_contradictions
 from trinity_workers.config.schema import format_meaning
+from trinity_workers.config.sections.model import ModelConfig
 from trinity_workers.config.sections.sync import (
     SyncConfig,
     SyncMethod,
@@ -225,7 +226,8 @@ def _refused(engine: str, method: str, style: str) -> str | None:
     """Return why `train` refuses a method with a style; None if it takes them."""
     sync = msgspec.convert({"method": method, "style": style}, SyncConfig)
     trainer = msgspec.convert({"engine": engine}, TrainerConfig)
-    config = TrainConfig(sync=sync, trainer=trainer)
+    model = ModelConfig(dtype="bfloat16")  # which all engines compute in
+    config = TrainConfig(model=model, sync=sync, trainer=trainer)
     conflicts = find_contradictions(config, lambda path: f"`{path}`")
     sentences = [conflict.sentence for conflict in conflicts]
     return "; ".join(sentences) or None

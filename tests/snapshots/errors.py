@@ -3268,6 +3268,40 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             {"reason": "cannot import name 'x' from 'trl'"},
             "veRL's engine does not go with what is installed: cannot import name 'x' from 'trl'",
         ),
+        (
+            {"reason": "No module named 'mbridge'", "module": "mbridge", "engine": "verl-megatron"},
+            "trainer.engine verl-megatron needs veRL 0.8 or newer, and there is no module mbridge: install trinity-events[verl], then verl with --no-deps",
+        ),
+    ],
+    "VerlMegatronRefused": [
+        (
+            {"fault": "device", "value": "CPU"},
+            "veRL's Megatron engine needs a CUDA device for each rank, and this rank computes on the CPU: set trainer.engine megatron, or start the run where there is a GPU for each rank",
+        ),
+        (
+            {"fault": "layers"},
+            "veRL's Megatron engine builds Transformer Engine's layers, and there is no module transformer_engine: install it for the CUDA of this machine, or set trainer.engine megatron",
+        ),
+        (
+            {"fault": "release", "value": "0.8.0"},
+            "veRL's Megatron engine was tried with veRL 0.9.1, and 0.8.0 is installed: install 0.9.1 or newer, or set trainer.engine megatron",
+        ),
+        (
+            {"fault": "experts", "value": "qwen3_moe"},
+            "qwen3_moe has experts, which were never tried on veRL's Megatron engine: set trainer.engine megatron",
+        ),
+        (
+            {"fault": "rotary", "value": "llama3"},
+            "the model asks for the rotary embedding 'llama3', which mbridge builds otherwise or not at all: set trainer.engine megatron",
+        ),
+        (
+            {"fault": "vocabulary", "value": "99", "parts": 2},
+            "the model's vocabulary of 99 cannot be divided over 2 ranks, and mbridge does not pad it: choose another trainer.tensor_parallel",
+        ),
+        (
+            {"fault": "head"},
+            "config.json says tie_word_embeddings, and the weights have a head of their own, which mbridge does not load: correct config.json",
+        ),
     ],
     "DeviceRefused": [
         (
@@ -3829,6 +3863,14 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
         (
             {"needed": "1 GPU for each of 3 ranks", "nodes": (1.0, 1.0)},
             "the run needs 1 GPU for each of 3 ranks, and the 2 nodes of the Ray cluster have 1, 1 GPUs: ask for less with explorer.gpus, trainer.ranks, explorer.count or trainer.gpus (0 is the CPU), or start it where there are more",
+        ),
+        (
+            {
+                "needed": "a GPU, or a part of one, for each of 2 ranks",
+                "nodes": (0.0,),
+                "engine": "verl-megatron",
+            },
+            "the run needs a GPU, or a part of one, for each of 2 ranks, and there are 0 GPUs: set fewer trainer.ranks, choose another trainer.engine than verl-megatron, which needs a CUDA device for each rank, or start it where there are more",
         ),
     ],
     "DeviceMissing": [

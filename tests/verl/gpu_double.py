@@ -1,10 +1,12 @@
 """A double of what veRL's Megatron engine needs a GPU for; all other classes are the real ones.
 
-Three things are doubled, each in a block of the calling thread:
+Five things are doubled, each in a block of the calling thread:
 
 1. functions and devices of ``torch.cuda`` are those of the CPU;
 2. layers of Transformer Engine are megatron-core's own, and mbridge reads their names;
-3. attention is causal whatever mask it gets, as Transformer Engine's is: veRL pads on the right.
+3. attention is causal whatever mask it gets, as Transformer Engine's is: veRL pads on the right;
+4. its Adam is torch's function, and counts steps in its groups, where megatron-core finds them;
+5. what the engine asks of its machine is answered with yes.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.optim.adamw import adamw
 
 from trinity_workers.engines.megatron.cpu import adapted
 
@@ -26,9 +29,45 @@ CPU_OPTIONS = {
     "bias_activation_fusion": False,
     "bias_dropout_fusion": False,
     "apply_rope_fusion": False,
-    "sequence_parallel": False,
 }
 """Options of a TransformerConfig without CUDA kernels."""
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam with the state of Transformer Engine's (`pytorch/optimizers/fused_adam.py`)."""
+
+    def __init__(self, params: Any, *, adam_w_mode: bool = True, **defaults: Any) -> None:
+        assert adam_w_mode
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not parameters:  # an empty group counts no steps
+                continue
+            group["step"] = group.get("step", 0) + 1
+            states = [self.state[parameter] for parameter in parameters]
+            for parameter, state in zip(parameters, states, strict=True):
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(name, torch.zeros_like(parameter))
+            beta1, beta2 = group["betas"]
+            adamw(
+                parameters,
+                [parameter.grad for parameter in parameters],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [torch.tensor(group["step"] - 1.0) for _ in parameters],
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
 
 
 @contextmanager
@@ -38,8 +77,16 @@ def gpu_double(*, layers: bool = True) -> Iterator[None]:
     Args:
         layers: If False, double ``torch.cuda`` alone.
     """
-    from mbridge.core import llm_bridge
-    from mbridge.core.bridge import Bridge
+    with ExitStack() as exits:
+        exits.enter_context(cuda_double())
+        if layers:
+            exits.enter_context(transformer_engine_double(CPU_OPTIONS))
+        yield
+
+
+@contextmanager
+def cuda_double() -> Iterator[None]:
+    """Let functions and devices of ``torch.cuda`` be those of the CPU in the block."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     def get_state(*_: Any, **__: Any) -> torch.Tensor:
@@ -48,26 +95,50 @@ def gpu_double(*, layers: bool = True) -> Iterator[None]:
     def set_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
         torch.set_rng_state(state)
 
-    names = Bridge._weight_name_mapping_mcore_to_hf
-    doubles: list[tuple[Any, str, Any]] = [
-        (torch.cuda, "get_rng_state", get_state),
-        (torch.cuda, "set_rng_state", set_state),
-        (torch.cuda, "manual_seed", torch.manual_seed),
-        (megatron_random, "_get_cuda_rng_state", get_state),
-        (megatron_random, "_set_cuda_rng_state", set_state),
-    ]
-    if layers:
-        doubles += [
+    with ExitStack() as exits:
+        exits.enter_context(adapted())
+        for owner, name, instead in (
+            (torch.cuda, "get_rng_state", get_state),
+            (torch.cuda, "set_rng_state", set_state),
+            (torch.cuda, "manual_seed", torch.manual_seed),
+            (megatron_random, "_get_cuda_rng_state", get_state),
+            (megatron_random, "_set_cuda_rng_state", set_state),
+        ):
+            exits.enter_context(patch.object(owner, name, instead))
+        yield
+
+
+@contextmanager
+def transformer_engine_double(options: dict[str, Any]) -> Iterator[None]:
+    """Let megatron-core's own layers, and an Adam of torch, be Transformer Engine's in the block.
+
+    Args:
+        options: Options of a TransformerConfig, which these layers need.
+    """
+    from mbridge.core import llm_bridge
+    from mbridge.core.bridge import Bridge
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    from trinity_workers.engines.verl import megatron as engine
+
+    names, set_extra = Bridge._weight_name_mapping_mcore_to_hf, Bridge.set_extra_args
+    with ExitStack() as exits:
+        for owner, name, instead in (
             (llm_bridge, "get_gpt_decoder_block_spec", _make_local_spec),
             (
                 Bridge,
                 "_weight_name_mapping_mcore_to_hf",
                 lambda self, name: names(self, _rename_fused(name)),
             ),
-        ]
-    with ExitStack() as exits:
-        exits.enter_context(adapted())
-        for owner, name, instead in doubles:
+            (Bridge, "set_extra_args", lambda self, **extra: set_extra(self, **options, **extra)),
+            (optimizer, "Adam", FusedAdam),
+            (optimizer, "USING_PYTORCH_OPTIMIZER", False),
+            (distrib_optimizer, "Adam", FusedAdam),
+            (distrib_optimizer, "HAVE_APEX_OR_TE", True),
+            (distrib_optimizer, "USING_TE_OPTIMIZER", True),
+            (engine, "check_device", lambda device: None),
+        ):
             exits.enter_context(patch.object(owner, name, instead))
         yield
 

@@ -252,6 +252,35 @@ CONTRADICTIONS: list[tuple[str, dict[str, object]]] = [
         {"algorithm.loss": "divergence", "trainer.engine": "verl"},
     ),
     (
+        "{trainer: {engine: verl-megatron}, model: {dtype: float32, path: /m}}",
+        {"trainer.engine": "verl-megatron", "model.dtype": "float32"},
+    ),
+    *(
+        (
+            f"{{trainer: {{engine: verl-megatron, {name}: {text}}}, "
+            "model: {dtype: bfloat16, path: /m}}",
+            {f"trainer.{name}": value, "trainer.engine": "verl-megatron"},
+        )
+        for name, text, value in (
+            ("virtual_pipeline", "2", 2),
+            ("expert_parallel", "2", 2),
+            ("distributed_optimizer", "true", True),
+            ("fused_loss", "true", True),
+            ("packing", "true", True),
+            ("gpus", "0", 0.0),
+        )
+    ),
+    (
+        "{trainer: {engine: verl-megatron, ranks: 3, tensor_parallel: 2}, "
+        "model: {dtype: bfloat16, path: /m}}",
+        {
+            "trainer.engine": "verl-megatron",
+            "trainer.tensor_parallel": 2,
+            "trainer.pipeline_parallel": 1,
+            "trainer.ranks": 3,
+        },
+    ),
+    (
         "trainer: {engine: megatron, cpu_offload: true}",
         {"trainer.cpu_offload": True, "trainer.engine": "megatron"},
     ),
@@ -711,8 +740,8 @@ def test_options_are_named_in_messages_about_them():
     options = {option.removeprefix("--").replace("-", "_"): None for option in OPTIONS}
     [problem] = overlaid(options | {"tensor_parallel": 2})[0].problems
     assert str(problem) == (
-        "--tensor-parallel is 2, and --engine fsdp has no such option: set --engine megatron, or "
-        "leave it out"
+        "--tensor-parallel is 2, and --engine fsdp has no such option: set --engine megatron or "
+        "verl-megatron, or leave it out"
     )
 
 
@@ -940,21 +969,14 @@ def test_the_modes_of_a_pause_are_read_by_their_former_names(tmp_path, former, m
         ("tinker", "publish the steps of such a loop by trinity_events.training_run"),
         ("verl_legacy", "install veRL 0.8 or later, and write verl"),
         ("trinity.trainer.verl.monkey_patch", "no function of veRL is replaced: write verl"),
-        (
-            "verl-megatron",
-            "has run on a double of both alone: write megatron, which is",
-        ),
-        (
-            "verl_megatron",
-            "has run on a double of both alone: write megatron, which is",
-        ),
+        ("verl_megatron", "write verl-megatron for veRL's Megatron engine"),
     ],
 )
 def test_a_trainer_of_trinity_rft_that_is_not_here_is_answered(tmp_path, engine, reason):
     [problem] = read_config(written(tmp_path, f"trainer: {{engine: {engine}}}")).problems
     assert_attributes(problem, name="trainer.engine", reason=re.compile(re.escape(reason)))
     [problem] = read_config(written(tmp_path, "trainer: {engine: deepspeed}")).problems
-    assert_attributes(problem, allowed="one of fsdp, megatron, verl", reason="")
+    assert_attributes(problem, allowed="one of fsdp, megatron, verl, verl-megatron", reason="")
 
 
 def test_a_name_that_many_settings_end_with_gives_no_hint():

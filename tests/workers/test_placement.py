@@ -114,6 +114,16 @@ def test_gpus_that_are_missing_are_named_with_those_that_there_are(
         resources.with_gpus(nodes)
 
 
+def test_ranks_of_verls_megatron_engine_are_never_on_cpus():
+    trainer = {"engine": "verl-megatron", "ranks": 2}
+    resources = needs(1, trainer=trainer)
+    assert resources.asks_for_gpus
+    assert [bundle.get("GPU") for bundle in resources.with_gpus([3]).bundles()] == [1.0] * 3
+    for gpus in (0, 1):
+        with raises(GpusMissing, nodes=(gpus,), engine="verl-megatron"):
+            resources.with_gpus([gpus])
+
+
 def test_lines_name_the_shares_and_ranks_that_have_no_gpu():
     assert format_devices(needs(1).with_gpus([0]), [0]) == []
     [shares, warning] = format_devices(needs(1, trainer={"ranks": 2}).with_gpus([1]), [1])

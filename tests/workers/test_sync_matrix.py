@@ -23,7 +23,8 @@ REFUSED = {("nccl", "fully_async"): "a collective group makes the trainer wait"}
 
 def mistakes(folder: Path, engine: str, **sync: object) -> list[BadSettings]:
     file = folder / "run.yaml"
-    file.write_text(yaml.safe_dump({"trainer": {"engine": engine}, "sync": sync}))
+    settings = {"model": {"dtype": "bfloat16"}, "trainer": {"engine": engine}, "sync": sync}
+    file.write_text(yaml.safe_dump(settings))
     return read_config(file).problems
 
 

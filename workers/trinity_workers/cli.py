@@ -54,7 +54,21 @@ R = TypeVar("R")
 
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 _BASE_MODULES = ("torch", "ray", "transformers", "reasoning_gym", "xxhash", "yaml")
-_MODULES = {"fsdp": (), "megatron": ("megatron", "mbridge"), "verl": ("verl", "tensordict")}
+_MEGATRON, _VERL = ("megatron", "mbridge"), ("verl", "tensordict")
+_MODULES = {
+    "fsdp": (),
+    "megatron": _MEGATRON,
+    "verl": _VERL,
+    "verl-megatron": (*_VERL, *_MEGATRON),
+}
+"""Modules that an engine of the trainer needs."""
+
+
+_VERL_WAYS = {
+    "verl": "pip install 'trinity-events[verl]', then verl with --no-deps",
+    "verl-megatron": "pip install 'trinity-events[verl]', then verl with --no-deps and "
+    "Transformer Engine for the CUDA of this machine",
+}
 
 
 class MissingExtra(TrinityError):
@@ -257,8 +271,15 @@ def _run_job(
 
 def _require_for_engine(config: TrainConfig) -> None:
     modules = _MODULES[config.trainer.engine]
-    if config.trainer.engine == "verl":
-        _require(*modules, way="pip install 'trinity-events[verl]', then verl with --no-deps")
+    if config.trainer.needs_gpus and not os.environ.get("RAY_ADDRESS"):
+        # First: where there is no GPU, nothing that is installed would help.
+        from .worker_group.placement import Needs, local_gpus
+
+        _require("ray")
+        Needs.for_run(config, explorers=0).with_gpus([local_gpus()])
+        modules += ("transformer_engine",)
+    if "verl" in modules:
+        _require(*modules, way=_VERL_WAYS[config.trainer.engine])
     else:
         _require(*modules)
 
@@ -574,7 +595,7 @@ def convert(
     form = find_source(source, target).form  # raises before the heavy imports
     _require("torch", "transformers", "safetensors")
     if form in {"huggingface", "megatron"}:
-        _require(*_MODULES["megatron"])
+        _require(*_MEGATRON)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a conversion only copies: it needs no GPU
     # Apex and Transformer Engine may be missing; copying does not need them.
     warnings.filterwarnings("ignore", module=r"(megatron|mbridge)\.")

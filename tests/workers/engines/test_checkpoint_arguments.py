@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 from trinity_workers.engines.base import ArgumentRefused
 from trinity_workers.engines.fsdp import FSDPEngine
 from trinity_workers.engines.megatron import MegatronEngine
-from trinity_workers.engines.verl import VerlEngine
+from trinity_workers.engines.verl.fsdp import VerlEngine
 
 
 @pytest.fixture(params=[FSDPEngine, MegatronEngine, VerlEngine])

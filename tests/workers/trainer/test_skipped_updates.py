@@ -21,7 +21,7 @@ from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.rules import read_settings  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
-from trinity_workers.engines.verl import VerlEngine  # noqa: E402
+from trinity_workers.engines.verl.fsdp import VerlEngine  # noqa: E402
 from trinity_workers.learning.adapters import policy_loader  # noqa: E402
 from trinity_workers.learning.lora_settings import LoraConfig  # noqa: E402
 from trinity_workers.learning.values import load_critic  # noqa: E402

@@ -332,7 +332,10 @@ async def test_the_group_forms_at_the_address_that_was_told_and_again(fleet):
 
 @pytest.mark.parametrize(
     ("engine", "reason"),
-    [("tinker", "Tinker's service holds"), ("deepspeed", "choose fsdp, megatron or verl")],
+    [
+        ("tinker", "Tinker's service holds"),
+        ("deepspeed", "choose fsdp, megatron, verl or verl-megatron"),
+    ],
 )
 def test_an_engine_that_is_not_here_is_refused_with_the_way_out(make_config, engine, reason):
     config = make_config().replaced("trainer", engine=engine)

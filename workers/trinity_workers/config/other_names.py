@@ -360,11 +360,7 @@ ABSENT_VALUES: dict[str, dict[str, str]] = {
         "verl_legacy": "veRL before 0.8 is not driven: install veRL 0.8 or later, and write verl",
         "monkey_patch": "no function of veRL is replaced: write verl, which goes through veRL's "
         "own extension points",
-        **dict.fromkeys(
-            ("verl-megatron", "verl_megatron"),
-            "veRL's Megatron engine needs a GPU and Transformer Engine, and has run on a double "
-            "of both alone: write megatron, which is this project's engine on megatron-core",
-        ),
+        "verl_megatron": "write verl-megatron for veRL's Megatron engine, which needs GPUs",
     },
 }
 """Values of other projects that a setting does not have here: the reason, and the way out."""

@@ -74,8 +74,9 @@ class RoleWorker(MegatronWorker, TrainingRank):
 
     def rank_info(self) -> DistRankInfo:
         """Return the place of this rank; on FSDP every rank is a replica."""
-        on_megatron = self._config.trainer.engine == "megatron"
-        return MegatronWorker.rank_info(self) if on_megatron else Worker.rank_info(self)
+        if self._config.trainer.on_megatron:
+            return MegatronWorker.rank_info(self)
+        return Worker.rank_info(self)
 
     @property
     def models(self) -> Collection[ModelName]:
@@ -94,6 +95,10 @@ class RoleWorker(MegatronWorker, TrainingRank):
             from ..trainer.models import verl
 
             self._step = verl.make_step(self._config, self._device, self.models)
+        elif self._config.trainer.engine == "verl-megatron":
+            from ..trainer.models import verl_megatron
+
+            self._step = verl_megatron.make_step(self._config, self._device, self.models)
         else:
             from ..trainer.models import fsdp
 
@@ -164,7 +169,7 @@ class RoleWorker(MegatronWorker, TrainingRank):
         if self._worker is not None:
             # First: it waits for the background saves, whose errors are raised from here.
             self._worker.close()
-        if self._config.trainer.engine == "megatron":
+        if self._config.trainer.on_megatron:
             from ..engines.megatron import leave
 
             # Before the process group, of which its groups are parts.

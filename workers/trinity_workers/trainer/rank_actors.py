@@ -48,6 +48,10 @@ def worker_class(config: RunConfig) -> type[TrainWorker]:
         from .workers.verl import VerlTrainWorker
 
         return VerlTrainWorker
+    if config.trainer.engine == "verl-megatron":
+        from .workers.verl_megatron import VerlMegatronTrainWorker
+
+        return VerlMegatronTrainWorker
     from .workers.fsdp import TrainWorker
 
     return TrainWorker

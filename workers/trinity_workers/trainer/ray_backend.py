@@ -263,7 +263,7 @@ class RayTrainBackend(TrainEngineWrapper):
     @property
     def _saves(self) -> int:
         """Saves of one kind: every rank's shard is one on FSDP, all ranks write one on Megatron."""
-        return 1 if self._config.trainer.engine == "megatron" else self._config.trainer.rank_count
+        return 1 if self._config.trainer.on_megatron else self._config.trainer.rank_count
 
     @property
     def _critic_saves(self) -> int:

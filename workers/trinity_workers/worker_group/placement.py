@@ -37,14 +37,25 @@ class GpusMissing(TrinityError):
     Attributes:
         needed: GPUs of each process, as text.
         nodes: Number of GPUs of each node.
+        engine: Engine of the trainer whose ranks compute on GPUs alone; None for any other.
     """
 
     needed: str
     nodes: tuple[float, ...]
-    text = (
-        "the run needs {needed}, and {_present}: ask for less with explorer.gpus, trainer.ranks, "
-        "explorer.count or trainer.gpus (0 is the CPU), or start it where there are more"
-    )
+    engine: str | None = None
+    text = "the run needs {needed}, and {_present}: {_way_out}, or start it where there are more"
+
+    @property
+    def _way_out(self) -> str:
+        if self.engine is None:
+            return (
+                "ask for less with explorer.gpus, trainer.ranks, explorer.count or trainer.gpus (0 "
+                "is the CPU)"
+            )
+        return (
+            f"set fewer trainer.ranks, choose another trainer.engine than {self.engine}, which "
+            "needs a CUDA device for each rank"
+        )
 
     @property
     def _present(self) -> str:
@@ -68,6 +79,8 @@ class Needs(Struct, frozen=True, kw_only=True):
     """GPUs of each explorer; None for what :meth:`with_gpus` finds."""
     explorers_on_gpus: bool = False
     """True if explorers may not be on CPUs."""
+    gpu_engine: str | None = None
+    """Engine of the trainer that computes on GPUs alone; None if ranks may be on CPUs."""
 
     @classmethod
     def for_run(cls, config: TrainConfig, *, explorers: int) -> Needs:
@@ -80,6 +93,7 @@ class Needs(Struct, frozen=True, kw_only=True):
             rank_gpus=config.trainer.gpus,
             explorer_gpus=0.0 if config.explorer.device == "cpu" else config.explorer.gpus,
             explorers_on_gpus=config.explorer.device == "cuda",
+            gpu_engine=config.trainer.engine if config.trainer.needs_gpus else None,
         )
 
     @property
@@ -91,7 +105,8 @@ class Needs(Struct, frozen=True, kw_only=True):
     def asks_for_gpus(self) -> bool:
         """Return True if a setting asks for GPUs, which may then be missing."""
         of_explorers = bool(self.explorer_gpus) or self.explorers_on_gpus
-        return bool(self.rank_gpus) or (self.explorers > 0 and of_explorers)
+        of_ranks = bool(self.rank_gpus) or self.gpu_engine is not None
+        return of_ranks or (self.explorers > 0 and of_explorers)
 
     def with_gpus(self, nodes: Sequence[float]) -> Needs:
         """Return the needs with the GPUs of each process, on nodes with these numbers of GPUs.
@@ -107,12 +122,12 @@ class Needs(Struct, frozen=True, kw_only=True):
             for explorer in self._explorer_choices(rank):
                 if _fits(nodes, [rank] * self.ranks + [explorer] * self.explorers):
                     return structs.replace(self, rank_gpus=rank, explorer_gpus=explorer)
-        raise GpusMissing(self._format_gpus(), tuple(nodes))
+        raise GpusMissing(self._format_gpus(), tuple(nodes), self.gpu_engine)
 
     def _rank_choices(self, nodes: Sequence[float]) -> list[float]:
         if self.rank_gpus is not None:
             return [self.rank_gpus]
-        if sum(nodes) < self.ranks:
+        if sum(nodes) < self.ranks and self.gpu_engine is None:
             return [0.0]
         # More than half a GPU keeps a second rank off it.
         least = 0.0 if self.ranks == 1 else 0.5
@@ -267,7 +282,7 @@ def with_rank_count(config: TrainConfig, gpus: int) -> TrainConfig:
     trainer = config.trainer
     if trainer.ranks is not None:
         return config
-    if trainer.engine == "megatron" and trainer.tensor_parallel is None:
+    if trainer.on_megatron and trainer.tensor_parallel is None:
         gpus = min(gpus, DEFAULT_RANKS)
     for ranks in range(0 if trainer.gpus == 0 else gpus, 0, -1):
         chosen = config.replaced("trainer", ranks=ranks)

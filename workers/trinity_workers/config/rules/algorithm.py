@@ -91,7 +91,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Requires(
         is_any("algorithm.loss", "divergence"),
-        ~is_any("trainer.engine", "verl"),
+        ~is_any("trainer.engine", "verl", "verl-megatron"),
         "{algorithm.loss} divergence needs logits, which veRL's engine does not give",
         "set {trainer.engine} fsdp",
     ),

@@ -17,6 +17,8 @@ from ...rules import (
 
 _FSDP = is_any("trainer.engine", "fsdp")
 _MEGATRON = is_any("trainer.engine", "megatron")
+_VERL_MEGATRON = is_any("trainer.engine", "verl-megatron")
+_LAYOUT = is_any("trainer.engine", "megatron", "verl-megatron")
 _OWN_ENGINE = is_any("trainer.engine", "fsdp", "megatron")
 _COLOCATED = is_any("trainer.colocated", True)
 _POLICY = " ".join(
@@ -29,7 +31,7 @@ _NO_OPTION = "{=trainer.engine} has no such option"
 
 def _find_indivisible_ranks(values: Values) -> Contradictions:
     trainer = values["trainer"]
-    if trainer.engine != "megatron":
+    if not trainer.on_megatron:
         return
     if trainer.expert_parallel > 1 and (trainer.tensor_parallel or 1) > 1:
         yield (
@@ -88,6 +90,15 @@ def _find_shared_gpu(values: Values) -> Contradictions:
         )
 
 
+def _find_absent_gpu(values: Values) -> Contradictions:
+    if values["trainer"].needs_gpus and values["trainer.gpus"] == 0:
+        yield (
+            ("trainer.gpus", "trainer.engine"),
+            "{trainer.gpus} is 0, and {=trainer.engine} computes on CUDA devices alone: leave it "
+            "out, or set {trainer.engine} megatron",
+        )
+
+
 def _find_absent_profiles(values: Values) -> Contradictions:
     trainer, steps = values["trainer"], values["steps"]
     last = max(trainer.profile_steps, default=0)
@@ -122,10 +133,21 @@ RULES: tuple[Rule, ...] = (
         "leave it out",
     ),
     OnlyWhen(
-        "trainer.tensor_parallel trainer.pipeline_parallel trainer.virtual_pipeline "
-        "trainer.expert_parallel trainer.distributed_optimizer trainer.rollout_tensor_parallel",
+        "trainer.tensor_parallel trainer.pipeline_parallel",
+        _LAYOUT,
+        _NO_OPTION,
+    ),
+    OnlyWhen(
+        "trainer.virtual_pipeline trainer.expert_parallel trainer.distributed_optimizer "
+        "trainer.rollout_tensor_parallel",
         _MEGATRON,
         _NO_OPTION,
+    ),
+    Requires(
+        _VERL_MEGATRON,
+        is_any("model.dtype", "bfloat16"),
+        "{=model.dtype} is no data type of veRL's Megatron engine",
+        "set {model.dtype} bfloat16, or {trainer.engine} megatron",
     ),
     OnlyWhen(
         "trainer.virtual_pipeline",
@@ -174,6 +196,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Computed(_find_short_micro_batch),
     Computed(_find_shared_gpu),
+    Computed(_find_absent_gpu),
     OnlyWhen("trainer.profile_ranks", is_set("trainer.profile_steps"), "no step is profiled"),
     Computed(_find_absent_profiles),
 )

@@ -10,7 +10,7 @@ from ...engines.offload import FrozenOffload, Offload
 from ...section import Section
 from ..types import Cpus, NotNegative, Positive
 
-EngineName = Literal["fsdp", "megatron", "verl"]
+EngineName = Literal["fsdp", "megatron", "verl", "verl-megatron"]
 DEFAULT_RANKS = 2
 """Ranks where no GPU decides: the fewest that divide the work, as all share the host's CPUs."""
 AdamBeta = Annotated[float, Meta(ge=0, lt=1)]
@@ -20,8 +20,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Training: the engine, its ranks and the optimizer."""
 
     engine: EngineName = "fsdp"
-    """Engine that holds and trains the model: this project's FSDP or Megatron engine, or veRL's
-    FSDP engine."""
+    """Engine that holds and trains the model: this project's FSDP or Megatron engine, veRL's FSDP
+    engine, or veRL's Megatron engine, which needs a GPU for each rank."""
     ranks: Positive | None = None
     """Trainer processes (ranks). Null is one for each GPU of this host, at most 2 on Megatron
     without `tensor_parallel`; and 2 where there is no GPU, or the run joins a cluster."""
@@ -103,3 +103,13 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     def rank_count(self) -> int:
         """Return the number of ranks."""
         return DEFAULT_RANKS if self.ranks is None else self.ranks
+
+    @property
+    def on_megatron(self) -> bool:
+        """Return True if the ranks are in a layout of Megatron."""
+        return self.engine in {"megatron", "verl-megatron"}
+
+    @property
+    def needs_gpus(self) -> bool:
+        """Return True if no rank can compute on a CPU."""
+        return self.engine == "verl-megatron"

@@ -1,6 +1,7 @@
 """Megatron-core engine around a Hugging Face causal language model."""
 
 from ..base import LocalShard
+from .base import MegatronModel, OptimizerOptions
 from .checkpoint import CheckpointFailed
 from .checkpoint_errors import (
     CheckpointRefused,
@@ -8,7 +9,7 @@ from .checkpoint_errors import (
     UndecodableFile,
     UnsafePickle,
 )
-from .engine import DeviceRefused, MegatronEngine, OptimizerOptions
+from .engine import DeviceRefused, MegatronEngine
 from .hybrid import HybridEngine
 from .layout import LayoutRefused, ParallelLayout, leave
 from .model import MODEL_TYPES, ModelOptions, UnsupportedModel
@@ -24,6 +25,7 @@ __all__ = [
     "LocalShard",
     "MegatronCritic",
     "MegatronEngine",
+    "MegatronModel",
     "MegatronRewardModel",
     "MissingCheckpointFile",
     "ModelOptions",

@@ -27,7 +27,8 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.")
+            # Blocks nest: an outer one has answered already.
+            return "torch.cuda." + func(*args).removeprefix("torch.").removeprefix("cuda.")
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = torch.device("cpu")

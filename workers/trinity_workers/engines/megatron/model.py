@@ -86,8 +86,7 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: ModelOptions) -
     """
     from megatron.core.transformer import TransformerConfig
 
-    _check_model(hf)
-    _check_fit(hf, layout)
+    check_model(hf, layout)
     values: dict[str, Any] = {
         "num_layers": hf.num_hidden_layers,
         "hidden_size": hf.hidden_size,
@@ -140,6 +139,17 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: ModelOptions) -
         values |= _expert_values(hf, options)
     with adapted():
         return TransformerConfig(**values)
+
+
+def check_model(hf: Any, layout: ParallelLayout) -> None:
+    """Check that a model can be built, and divided by the layout.
+
+    Raises:
+        UnsupportedModel: if megatron-core would build another model from the configuration.
+        LayoutRefused: if heads, layers or experts cannot be divided by the layout.
+    """
+    _check_features(hf)
+    _check_fit(hf, layout)
 
 
 def build_chunks(hf: Any, config: Any, options: ModelOptions) -> list[Any]:
@@ -272,7 +282,7 @@ def _expert_values(hf: Any, options: ModelOptions) -> dict[str, Any]:
     }
 
 
-def _check_model(hf: Any) -> None:
+def _check_features(hf: Any) -> None:
     if hf.model_type not in MODEL_TYPES:
         raise UnsupportedModel(hf.model_type, tuple(MODEL_TYPES))
     rope = getattr(hf, "rope_parameters", None) or {}

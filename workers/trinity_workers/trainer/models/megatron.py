@@ -55,39 +55,25 @@ def load_models(
         "seed": config.seed,
     }
 
-    def options(offload: Offload | FrozenOffload) -> ModelOptions:
-        return ModelOptions(
-            dtype=getattr(torch, config.model.dtype),
-            fused_loss=config.trainer.fused_loss,
-            recompute=trainer.recompute,
-            offload=offload,
-            timeout=timedelta(seconds=config.sync.timeout),
-        )
-
-    def optimizer(rate: LearningRate) -> OptimizerOptions:
-        return OptimizerOptions(
-            learning_rate=rate,
-            adamw=get_adamw_options(trainer),
-            distributed=trainer.distributed_optimizer,
-        )
-
     policy = critic = None
     if "policy" in names or "rollout" in names:
         _check_experts(config)
         policy = MegatronEngine(
             folder,
-            optimizer=optimizer(policy_rate(config)) if "policy" in names else None,
-            model=options(trainer.policy_offload),
+            optimizer=(
+                optimizer_options(trainer, policy_rate(config)) if "policy" in names else None
+            ),
+            model=model_options(config, trainer.policy_offload),
             **common,
         )
     if "critic" in names:
         critic = MegatronCritic(
             folder,
-            optimizer=optimizer(critic_rate(config)),
-            model=options(trainer.critic_offload),
+            optimizer=optimizer_options(trainer, critic_rate(config)),
+            model=model_options(config, trainer.critic_offload),
             **common,
         )
-    common["model"] = options(trainer.reference_offload)
+    common["model"] = model_options(config, trainer.reference_offload)
     reference = MegatronEngine(folder, **common) if "reference" in names else None
     teacher = judge = None
     if "teacher" in names and (path := config.teacher_folder) is not None:
@@ -103,6 +89,26 @@ def make_step(
 ) -> MegatronTrainingStep:
     """Load models, as :func:`load_models`, and return the step that computes with them."""
     return MegatronTrainingStep.for_run(config, load_models(config, device, names))
+
+
+def model_options(config: RunConfig, offload: Offload | FrozenOffload) -> ModelOptions:
+    """Return the options of a model of the run."""
+    return ModelOptions(
+        dtype=getattr(torch, config.model.dtype),
+        fused_loss=config.trainer.fused_loss,
+        recompute=config.trainer.recompute,
+        offload=offload,
+        timeout=timedelta(seconds=config.sync.timeout),
+    )
+
+
+def optimizer_options(trainer: TrainerConfig, rate: LearningRate) -> OptimizerOptions:
+    """Return the options of an optimizer with this learning rate."""
+    return OptimizerOptions(
+        learning_rate=rate,
+        adamw=get_adamw_options(trainer),
+        distributed=trainer.distributed_optimizer,
+    )
 
 
 def _check_experts(config: RunConfig) -> None:

@@ -16,7 +16,7 @@ from ...algorithms.aggregation import Means
 from ...algorithms.batch import Batch
 from ...algorithms.logits import TokenStatistics
 from ...config.train_config import RunConfig
-from ...engines.verl import VerlEngine, VerlOptions
+from ...engines.verl.fsdp import VerlEngine, VerlOptions
 from ...runtime.collectives import together
 from ..step.base import ModelName, Taken, needed_models
 from ..step.fsdp import FSDPTrainingStep

@@ -47,7 +47,7 @@ def rank_rollouts(config: RunConfig, device: torch.device, policy: Any) -> RankR
     Raises:
         LayoutRefused: if the policy cannot be divided as the rollout layout asks.
     """
-    kind: Any = MegatronRollouts if config.trainer.engine == "megatron" else FSDPRollouts
+    kind: Any = MegatronRollouts if config.trainer.on_megatron else FSDPRollouts
     if config.explorer.engine == "vllm":
         kind = VLLMRollouts
     rollouts: RankRollouts = kind(config, device, policy)
@@ -99,7 +99,7 @@ class VLLMRollouts:
             seed=config.seed,
             options=config.explorer.engine_options,
         )
-        tensor = policy.layout.tensor if config.trainer.engine == "megatron" else 1
+        tensor = policy.layout.tensor if config.trainer.on_megatron else 1
         self._engine = ColocatedVLLM(
             options,
             policy.get_per_tensor_param,

@@ -15,43 +15,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trinity_events.errors import TrinityError
-
-from ..learning.finite import check_finite_model
-from ..learning.policy import load_tokenizer
-from ..runtime.collectives import together
-from ..storage.huggingface_files import read_user_files
-from .adamw import AdamWOptions, apply_adamw_options
-from .base import NamedTensors, per_tensor_params
-from .learning_rate import LearningRate
-from .sharded import ShardedEngine, reshard, shard_name
-from .state_files import copied, read_state
-from .verl_batches import LossOf, loss_function, no_padding, select_response_tokens
+from ...learning.finite import check_finite_model
+from ...learning.policy import load_tokenizer
+from ...runtime.collectives import together
+from ...storage.huggingface_files import read_user_files
+from ..adamw import AdamWOptions, apply_adamw_options
+from ..base import NamedTensors, per_tensor_params
+from ..learning_rate import LearningRate
+from ..sharded import ShardedEngine, reshard, shard_name
+from ..state_files import copied, read_state
+from .batches import LossOf, loss_function, no_padding, select_response_tokens
+from .errors import importing_verl
 
 if TYPE_CHECKING:
-    from ..algorithms.batch import Batch
+    from ...algorithms.batch import Batch
 
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
-
-
-class VerlUnusable(TrinityError):
-    """veRL's engine cannot run here.
-
-    Attributes:
-        reason: Error of the import.
-        module: Module that is missing; None if one does not go with another.
-    """
-
-    reason: str
-    module: str | None = None
-
-    def __str__(self) -> str:
-        if self.module is None:
-            return f"veRL's engine does not go with what is installed: {self.reason}"
-        return (
-            f"trainer.engine verl needs veRL 0.8 or newer, and there is no module {self.module}: "
-            "install trinity-events[verl], then verl with --no-deps"
-        )
 
 
 class VerlOptions(NamedTuple):
@@ -193,13 +172,9 @@ def _initialized(folder: Path, device: torch.device, options: VerlOptions) -> An
     if device.type == "cpu":  # veRL knows accelerators alone: the variable names a platform
         os.environ.setdefault("VERL_PLATFORM", "cpu")
         os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "trinity_workers.verl.cpu_platform")
-    try:
+    with importing_verl("verl"):
         engine = _new_engine(folder, options)
         engine.initialize()
-    except ModuleNotFoundError as error:
-        raise VerlUnusable(str(error), error.name) from error
-    except ImportError as error:  # such as of a class that the installed TRL does not have
-        raise VerlUnusable(str(error)) from error
     return engine
 
 

@@ -1,0 +1,1 @@
+"""Engines of veRL as they are, behind the interfaces of this project's engines."""
