@@ -109,6 +109,7 @@ class Actors:
         # One whose engine ended still has its process, and so the place that the new one waits for.
         await anyio.to_thread.run_sync(ray.kill, self._actors[name])
         self._actors[name] = actor
+        # First: a death before the new actor answers would else be told of the old process.
         self._processes.pop(name, None)
         self._processes[name] = await self.call(name, "process")
         self._deaths.watch(self._processes[name])
@@ -138,6 +139,7 @@ def format_ray_error(error: Any) -> Exception:
     from ray.exceptions import RayTaskError
 
     cause = error
+    # Nested once for each actor that the call went through.
     while isinstance(cause, RayTaskError) and cause.cause is not None:
         cause = cause.cause
     if isinstance(cause, TrinityError | redis.RedisError | RedisClusterException):
@@ -159,6 +161,7 @@ def find_death(message: str, name: str, process: Process | None = None, how: str
         how: How the process ended, if known.
     """
     lines = [line.strip() for line in message.splitlines() if line.strip()]
+    # Ray writes the details of a dead actor as lines of "key: value" after its first line.
     details = dict(line.split(": ", 1) for line in lines[1:] if ": " in line)
     subject = format_process(name, process)
     if process is None and "pid" in details:

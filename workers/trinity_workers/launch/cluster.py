@@ -23,6 +23,7 @@ ANSWER_DEADLINE = 5.0
 """Seconds in which a Ray cluster answers at its address. Ray itself tries for minutes."""
 _TOLD_AFTER = 5.0
 """Seconds without room after which it is said that the run waits for it."""
+# RFC 9113: the preface (section 3.4), then an empty frame of settings (sections 4.1 and 6.5).
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """Begin of an HTTP/2 connection, which Ray's server answers with its settings."""
 _SETTINGS = 4
@@ -109,6 +110,7 @@ class Placement:
 
     def beside(self, place: int) -> dict[str, Any]:
         """Return the options of a task beside the process in a place, which takes no CPU of it."""
+        # Not tried again: a task that fails is the answer.
         return placement_options(self._group, place, num_cpus=0, max_retries=0)
 
     def nodes(self) -> dict[Node, list[int]]:
@@ -215,6 +217,7 @@ def _answering(address: str, deadline: float) -> str:
 
     Raises OSError or ValueError otherwise.
     """
+    # Private in Ray 2.60: ray.init() itself resolves `auto` with it.
     from ray._private.services import canonicalize_bootstrap_address
 
     if "://" in address:
@@ -224,6 +227,7 @@ def _answering(address: str, deadline: float) -> str:
     try:
         with socket.create_connection((host.strip("[]"), int(port)), deadline) as peer:
             peer.sendall(_GREETING)
+            # The header of one frame: length, type in the fourth byte, flags, and stream.
             answer = peer.recv(9)
     except TimeoutError:
         raise OSError(f"{bootstrap_address} does not answer within {deadline:g} s") from None
@@ -238,8 +242,10 @@ async def _reserved(needs: Needs, address: str | None, deadline: float, notify: 
     """Return a placement group of the run, once Ray has reserved it."""
     import ray
 
+    # On as few nodes as possible, and on more where these are full.
     group = ray.util.placement_group(needs.bundles(), strategy="PACK")
     began, reported = anyio.current_time(), False
+    # In short waits: a cancellation does not reach the thread, and waits for its end.
     while not await anyio.to_thread.run_sync(group.wait, 0.5):
         waited = anyio.current_time() - began
         if waited > deadline:

@@ -290,12 +290,14 @@ async def _epoch(
         async def watch() -> None:
             nonlocal outcome
             closed = outcome = await epochs.ended(opening)
+            # A finished run is explored to its end: its last version may not be installed yet.
             if closed is None or closed.reason != "finished":
                 tasks.cancel_scope.cancel()
 
         async def give_up(silence: _Silence) -> None:
             nonlocal outcome
             await anyio.sleep_until(silence.until)
+            # Requests that were answered are a sign of the trainer, which ends the silence.
             if not explorer.groups:
                 outcome = silence
                 tasks.cancel_scope.cancel()
@@ -305,6 +307,7 @@ async def _epoch(
             tasks.start_soon(give_up, silence)
         try:
             result = await _explore(explorer, run)
+        # The announcement has the reason, by which the caller waits for another epoch or ends.
         except RunEnded:
             outcome = await epochs.ended(opening)
         except DeadlineExceeded as error:
@@ -329,6 +332,7 @@ async def _explore(explorer: Explorer, run: RunFollower) -> ExplorationResult:
         await explorer.prepare()
         return await explorer.explore(run)
     finally:
+        # For errors before explore(), which leaves by itself.
         explorer.leave()
 
 

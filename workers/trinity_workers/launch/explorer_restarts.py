@@ -46,6 +46,7 @@ async def explore_to_the_end(
     for restart in count():
         began = anyio.current_time()
         try:
+            # The launcher has prepared the first actor together with the others.
             if restart:
                 await actors.replace(name, start(restart))
                 await actors.call(name, "prepare")

@@ -168,6 +168,7 @@ async def _run(options: LaunchOptions, report: Report) -> None:
     await _check(options)
     chosen = _chosen_transport(options)
     if settings.sync.method == "memory" and chosen is not NONE:
+        # Chosen once and logged: an explorer on another host would choose otherwise by itself.
         settings = settings.replaced("sync", transport=chosen.name)
     if options.ray_address is not None:
         settings = with_reserved_cpus(settings)
@@ -230,6 +231,8 @@ async def _run(options: LaunchOptions, report: Report) -> None:
             view.print_line(earlier.notice(options.run_id, config.epoch, checkpoint))
         view.print_line(f"run {options.run_id}: {_travel(chosen)}: {chosen.reason}")
         async with (
+            # Left from the last to the first: the log is closed, then trackers and mirror take
+            # their last entries from it, and the summary reads it as a whole.
             _summarized(job, log, report),
             mirrored(config),
             tracked(config),
@@ -350,6 +353,7 @@ async def _summarized(job: _Job, log: RedisEventLog, report: Report) -> AsyncIte
     except BaseException as error:
         interrupted = isinstance(error, anyio.get_cancelled_exc_class())
         outcome: Outcome = "interrupted" if interrupted else "failed"
+        # Shielded: an interrupted run has a summary too.
         with anyio.CancelScope(shield=True), anyio.move_on_after(SUMMARY_DEADLINE):
             # What happened is worth more than that it cannot be summarised.
             try:
@@ -451,6 +455,7 @@ async def _work(
     async with beating(job.options.health_file):
         with waits.waiting("the built-in model to be made and warmed up"):
             job.warm_up_steps = await _make_model(config)
+        # Before the processes are used: an end that is not watched is told by Ray's words alone.
         await actors.watch()
     async with beating(job.options.health_file, actors.trainer_answers):
         await _prepare(job, actors, trainer, explorers)
@@ -533,7 +538,9 @@ async def _last_weights_taken(
                 return
             wait.missing = f"{', '.join(alive)} did not take the last weights"
             after = {Stream.EVENTS: state.position}
+            # The lapse of a lease is no entry of the log, which would end the read.
             pause = gone_after / 5 if unheld else 5
+            # One entry is enough to wake up: the state is read as a whole.
             read = partial(log.read_blocking, after, seconds=min(pause, wait.left()), limit=1)
             await wait.retry(read)
     except DeadlineExceeded as error:
@@ -561,6 +568,7 @@ async def _show_run(
     async def follow() -> None:
         try:
             await view.follow(log)
+        # Any error: what shows the run must not end it.
         except Exception as error:
             logger.warning("run %s is not shown any more: %s", log.run_id, error)
 
@@ -595,6 +603,7 @@ async def _summarize_log(
         async for entry in whole_stream(log, stream, archive, begins[stream]):
             with suppress(ContractError):  # a dead letter, which the reducer has reported
                 envelope = decode_envelope(entry.payload)
+                # Entries of earlier epochs may lie between the position and the opening.
                 begun = begun or envelope.epoch >= config.epoch
                 if begun:
                     summarizer.add(envelope, len(entry.payload))

@@ -112,10 +112,12 @@ async def _close(
 ) -> None:
     log = RedisEventLog(client, config.run_id)
     missing = f"the end of run {config.run_id} was not folded"
+    # Shielded: an interrupted run is closed too.
     with anyio.CancelScope(shield=True):
         wait = Deadline(deadline, missing, "is its reducer running?")
         publisher = AsyncPublisher(log, config.epoch, new_producer("launcher"), deadline=deadline)
         last = position(await publisher.publish(closed))
+        # Polled: that a snapshot was written is no entry of the log.
         while position((await wait.retry(log.load))[1]) < last:  # noqa: ASYNC110
             await anyio.sleep(0.02)
         # The caller ends the reducer next. Reports that it has not accepted would be missing from

@@ -51,6 +51,7 @@ async def refuse_live_run(run_id: str) -> None:
     """
     with anyio.move_on_after(ENDING):
         while processes := _find_processes(run_id):
+            # It is not about to end: a wait would only delay the refusal.
             if LAUNCHER in processes:
                 break
             await anyio.sleep(_LOOK)

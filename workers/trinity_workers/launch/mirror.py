@@ -79,14 +79,17 @@ class CheckpointMirror:
                     logger.warning(
                         "the checkpoint of step %d is not mirrored: %s", event.step, error
                     )
+                # After a failure too: finish() would else wait for a copy that never comes.
                 self._through = event.step
                 self._changed.set()
+                # Replaced, since an event of anyio cannot be cleared.
                 self._changed = anyio.Event()
 
     async def finish(self, deadline: float) -> None:
         """Wait until the newest ready checkpoint is copied, at most so many seconds."""
         config = self._config
         async with connect(config.redis_url) as client:
+            # From the log, not from what follow() has received: an announcement may be on its way.
             state = await current_state(RedisEventLog(client, config.run_id))
         ready = state.ready.get("checkpoint")
         if ready is None or ready.at.epoch != config.epoch:
@@ -107,8 +110,10 @@ class CheckpointMirror:
         hold = hold_checkpoint(
             config.run_id, step, redis_url=config.redis_url, checkpoint_root=root
         )
+        # Held: the reducer may remove an old checkpoint while it is uploaded.
         async with hold as folder:
             await to_thread.run_sync(store.upload, config.run_id, step, folder)
+        # After the upload, so that the storage never has fewer copies than are to be kept.
         await to_thread.run_sync(store.prune, config.run_id, config.checkpoints.keep)
 
 

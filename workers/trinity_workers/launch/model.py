@@ -16,6 +16,7 @@ def make_model(folder: Path, seed: int, task: str = "spell-backward") -> tuple[i
     from ..tasks import built_in_task
     from .warm_up import warm_up
 
+    # One thread: the number of threads changes the sums, and so the weights of a seed.
     torch.set_num_threads(1)
     create_policy(folder, seed)
     return warm_up(folder, built_in_task(task, seed), seed)

@@ -24,6 +24,7 @@ from .ray_reaper import mark_session, remove_sessions
 
 logger = logging.getLogger(__name__)
 
+# Seconds, below the ten after which supervisors kill: Ray has to end as well.
 _STOP_DEADLINE = 5.0
 _REAPER = Path(__file__).with_name("ray_reaper.py")
 _LONGEST_ROOM = 32
@@ -177,6 +178,7 @@ def _room_for_ray() -> str:
 @asynccontextmanager
 async def local_ray(cpus: int) -> AsyncIterator[None]:
     """Start a Ray cluster on this host with at least so many CPUs; end it with the block."""
+    # Ray reports its usage over the network unless it is told not to.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # We hand out GPUs ourselves where there are any; Ray must not hide them from CPU actors.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -193,6 +195,7 @@ async def local_ray(cpus: int) -> AsyncIterator[None]:
         remove_sessions(folder)  # of runs that were killed with their reaper
         ray.init(
             address="local",
+            # Ray only counts them: with fewer than the run asks for it would place nothing.
             num_cpus=max(cpus, os.cpu_count() or 1),
             include_dashboard=False,
             log_to_driver=False,
@@ -220,6 +223,7 @@ async def local_ray(cpus: int) -> AsyncIterator[None]:
 async def _reaped() -> AsyncIterator[None]:
     """Have the block's Ray killed when it or this process has ended: see ``ray_reaper.py``."""
     folder = Path(os.environ["RAY_TMPDIR"], "ray")
+    # Isolated and without site: it starts at once, and no module of the user's is imported.
     command = [sys.executable, "-I", "-S", str(_REAPER), str(folder), str(os.getpid())]
     with anyio.CancelScope(shield=True):
         reaper = await anyio.open_process(

@@ -43,6 +43,7 @@ CAUSES_EVERY = 60.0
 """Seconds after which the same cause is a line again where there is no terminal to redraw."""
 LINES_EVERY = 10.0
 """Seconds between two lines where there is no terminal to redraw, by default."""
+# Steps of the mean reward in the bar: the reward of one step is mostly noise.
 _SMOOTHING = 20
 
 

@@ -66,6 +66,7 @@ async def claimed_rank(
             tasks.cancel_scope.cancel()
     finally:
         with anyio.CancelScope(shield=True), suppress(redis.RedisError, *CONNECTION_ERRORS):
+            # Not longer: the lease frees the rank as well.
             with anyio.move_on_after(2):
                 await claims.give_up(rank)
 
@@ -108,6 +109,7 @@ async def _renew_claim(claims: _Claims, rank: int, config: RunConfig) -> None:
     what = f"explorer rank {rank} of run {config.run_id}"
     wait = Deadline(config.sync.timeout, f"{what} was not held")
     while True:
+        # Three renewals may fail or be late before another explorer takes the rank.
         await anyio.sleep(claims.lease / 4)
         wait.renew()
         if not await wait.retry(partial(claims.hold, rank)):
@@ -119,6 +121,7 @@ async def _claim(claims: _Claims, config: RunConfig, given: int | None) -> int:
     for rank in count() if given is None else [given]:
         while not await wait.retry(partial(claims.hold, rank)):
             seconds = await wait.retry(partial(claims.left, rank))
+            # Its explorer lives: the next rank.
             if seconds > _RENEWED * claims.lease:
                 break
             await anyio.sleep(claims.lease / 20)  # No event tells of a renewal, or of a lapse.

@@ -82,6 +82,7 @@ def reap(folder: Path, driver: int) -> None:
     """Kill the processes of the driver's sessions until none is left."""
     give_up = time.monotonic() + _DEADLINE
     settled = time.monotonic() + _SETTLED
+    # Again and again: a process that is killed may have been about to start another one.
     while time.monotonic() < min(give_up, settled):
         processes = processes_of(folder.glob(f"session_*_{driver}"))
         if processes:
@@ -120,6 +121,7 @@ def _belongs(process: Path, session: bytes) -> bool:
 
 
 if __name__ == "__main__":
+    # The kernel closes the driver's end of the pipe, however the driver ends.
     sys.stdin.buffer.read()
     reap(Path(sys.argv[1]), int(sys.argv[2]))
     remove_sessions(Path(sys.argv[1]))

@@ -34,10 +34,12 @@ def results_alone() -> Iterator[TextIO]:
     encoding = getattr(sys.stdout, "encoding", None)
     errors = getattr(sys.stdout, "errors", None)
     with os.fdopen(descriptor, "w", encoding=encoding, errors=errors) as results:
+        # At the descriptor: Ray's native threads and child processes write past sys.stdout.
         os.dup2(2, 1)
         try:
             yield results
         finally:
+            # Before the descriptor is put back: what is buffered was printed in the block.
             sys.stdout.flush()
             results.flush()
             os.dup2(descriptor, 1)

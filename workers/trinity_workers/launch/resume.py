@@ -300,6 +300,7 @@ async def find_usable_checkpoint(
             unusable.append(missing)
             continue
         if unusable and on_damage == "stop":
+            # The older one was checked for the way out that the error names.
             unusable[0].older = candidate.step
             break
         return UsableCheckpoint(checkpoint=candidate, skipped=tuple(map(_skip, unusable)))
@@ -334,6 +335,7 @@ async def _check_checkpoint(source: CheckpointSource, step: int, logged: LoggedT
         raise CheckpointUnusable(run_id, step, f"{error.path} {error.reason}") from None
     except UnusableTrainerState as error:
         raise CheckpointUnusable(run_id, step, error.reason) from None
+    # Without the log's entries there is nothing to compare with; the launcher warns of it.
     if logged.missing is not None:
         return
     ledger = logged.ledgers.get(step)

@@ -30,6 +30,7 @@ async def check_settings(
     config = logged.configs.get(checkpoint.epoch)
     changes = () if config is None else compare_settings(run_id, config, settings)
     ledger = logged.ledgers.get(checkpoint.step)
+    # Questions are compared by content: a file of the same name may have been changed.
     if ledger is not None and ledger.fingerprint is not None:
         task = await anyio.to_thread.run_sync(task_of, settings)
         fingerprint = await anyio.to_thread.run_sync(lambda: task.fingerprint)

@@ -118,6 +118,7 @@ async def find_mistakes(
     for check in _checks(config, root, alone=alone, ray_address=ray_address, thorough=thorough):
         try:
             await check()
+        # Groups of errors too, as those of task groups.
         except Exception as caught:
             error = first_error(caught)
             if not isinstance(error, TrinityError):

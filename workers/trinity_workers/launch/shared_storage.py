@@ -121,12 +121,15 @@ async def check_shared_storage(room: Placement, config: RunConfig) -> None:
     folder = config.checkpoint_folder / f".probe-{secrets.token_hex(8)}"
     folder.mkdir(parents=True)
     try:
+        # The random name is the content: a file of an earlier probe proves nothing.
         (folder / _LAUNCHER).write_text(folder.name)
         nodes = await anyio.to_thread.run_sync(room.nodes)
         unanswered = dict(nodes)
         with anyio.move_on_after(DEADLINE):
             async with anyio.create_task_group() as tasks:
                 for node, places in nodes.items():
+                    # Explorers only read: their nodes may have the folder mounted without the right
+                    # to write.
                     writes = f"node-{places[0]}" if room.has_rank(places) else None
                     probe = Probe(
                         folder=folder,
@@ -181,4 +184,5 @@ def _read(path: Path) -> str | None:
         except OSError:
             if time.monotonic() > give_up:
                 return None
+            # It blocks, as it runs in a Ray task or in a thread.
             time.sleep(0.1)

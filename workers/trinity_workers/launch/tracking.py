@@ -41,6 +41,7 @@ async def tracked(config: RunConfig) -> AsyncIterator[None]:
         resumed_after=config.resumed_step,
     )
     opening = open_trackers(settings.trackers, run)
+    # In a thread: libraries of trackers open connections, and block.
     trackers = await to_thread.run_sync(opening.__enter__)
     ended = anyio.Event()
 

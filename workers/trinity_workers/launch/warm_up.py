@@ -66,6 +66,7 @@ def warm_up(
     while step < max_steps:
         ids, mask, labels = _examples(tokenizer, list(islice(training, _BATCH)))
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        # (batch, length, vocabulary), each of the next token: the last ones have no target.
         loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels.flatten())
         optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
@@ -74,6 +75,7 @@ def warm_up(
         step += 1
         if step % _STEPS_BETWEEN_CHECKS == 0 or step == max_steps:
             accuracy = _accuracy(engine, tokenizer, task, validation, seed=seed, step=step)
+            # Again: the check may have left the model in another mode.
             model.train()
             if report is not None:
                 report(step, loss.item(), accuracy)
@@ -100,6 +102,7 @@ def _accuracy(
             sampling=sampling,
             ordinal=index,
             sample=0,
+            # Each check draws other random numbers: the key has the turn.
             turn=step,
         )
         for index, question in enumerate(questions)
@@ -128,8 +131,9 @@ def _examples(
         for q in questions
     ]
     width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-    ids = torch.full((len(questions), width), tokenizer.pad_token_id)
+    ids = torch.full((len(questions), width), tokenizer.pad_token_id)  # (questions, length) int64
     mask = torch.zeros((len(questions), width), dtype=torch.int64)
+    # The targets of prompts and padding stay ignored.
     labels = torch.full((len(questions), width), _IGNORED)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         end = len(prompt) + len(answer)
