@@ -116,6 +116,7 @@ class Auditor:
                 self._ignored += 1
                 return
             if isinstance(event, StepTrained):
+                # All events stay in memory, and metrics are no part of the books.
                 event = msgspec.structs.replace(event, metrics={})
             self._roots[-1].epochs[-1].facts.append(event)
 
@@ -188,6 +189,7 @@ class _Bookkeeper:
                         # The ledger of an epoch that resumes this one has them open.
                         self._drop(fact.dropped)
                 case StepTrained():
+                    # A resume from an earlier checkpoint has discarded the rest of the epoch.
                     if span.last is not None and fact.step > span.last:
                         return
                     self._require_ledger()

@@ -191,6 +191,7 @@ def find_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
     lost = list(_check_lost_explorers(state, facts))
     causes = [
         *_check_server(facts),
+        # One cause, not two: the reducer of a launcher ends with it.
         *(_check_launcher(state, facts) or _check_reducer(state, facts)),
         *_check_trainer(state, facts),
         *([] if runs else lost),
@@ -204,6 +205,7 @@ def find_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
         *_check_readers(facts),
     ]
     return list(
+        # Excluded and lost explorers may be listed twice: their first place counts.
         {(cause.reason, cause.process, cause.what, cause.step): cause for cause in causes}.values()
     )
 
@@ -566,6 +568,7 @@ def _blame(end: _End, facts: LiveFacts) -> tuple[int, int, int]:
         severity = 1
     else:
         severity = 2
+    # The deeper end first: more waits lead to it.
     return severity, -end.depth, end.link.since
 
 

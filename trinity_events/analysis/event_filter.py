@@ -42,6 +42,7 @@ _OF_A_VERSION = (
     EvaluationFailed,
 )
 _FIRST = (0, 0)
+# Above every id: both numbers of an id of a stream have 64 bits.
 _LAST = (2**64, 0)
 
 Position = tuple[int, int]

@@ -219,6 +219,7 @@ class SpanBuilder:
         if span is None:
             lane, name = f"wait {event.wait_id}", f"waits for {event.what}"
             span = self._waits[event.wait_id] = _open(entry_id, envelope, lane, name, "wait")
+            # A wait is reported once it has lasted for some seconds (decision 24).
             span.begin -= _nanoseconds(event.seconds)
             span.facts["for"] = ", ".join(event.waits_for[:_NAMED])
             trim_oldest(self._waits, KEPT_WAITS)

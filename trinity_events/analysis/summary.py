@@ -168,6 +168,7 @@ class Summarizer:
                 version = self._version(ref.epoch, ref.step)
                 version.applied = True
                 if self._first_applications.add(envelope, event) and version.opened:
+                    # The clocks of two hosts: the difference may be negative.
                     self._transfers.append(max(0.0, event.verified_at - version.opened))
                 self._pauses.append(event.phases.pause)
             case VersionRefused(version=ref):
@@ -208,6 +209,7 @@ class Summarizer:
             self._reached(epoch, event.step)
             self._staleness.update(event.staleness)
             errors = event.metrics.get(REWARD_ERRORS, 0)
+            # Metrics come from outside: NaN is no number of errors.
             self._reward_errors += int(errors) if math.isfinite(errors) else 0
         else:
             self._reissued.update(reissue.reason for reissue in event.reissued)

@@ -30,6 +30,7 @@ async def track_live(
     A tracker that fails is told of once, and gets nothing more; the others go on.
     """
     reader, feed = MetricsReader(), _Feed(trackers)
+    # From the beginning: the epoch was opened before its trackers were.
     async with subscribe(
         run_id, *MEASURED, RunClosed, start="beginning", redis_url=redis_url
     ) as events:

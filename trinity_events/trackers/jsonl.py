@@ -22,6 +22,7 @@ class JsonLines:
     def log(self, metrics: StepMetrics) -> None:
         """Write a line."""
         self._file.write(msgspec.json.encode(metrics) + b"\n")
+        # Line by line: readers follow the file, and a run that is killed loses none.
         self._file.flush()
 
     def close(self) -> None:

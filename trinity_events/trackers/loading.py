@@ -33,6 +33,7 @@ def open_trackers(names: Sequence[str], run: TrackedRun) -> Iterator[dict[str, T
         opened: dict[str, Tracker] = {}
         for name, opener in openers.items():
             opened[name] = tracker = opener(run)
+            # One by one: those that are open are closed where the next cannot be opened.
             exits.callback(tracker.close)
         yield opened
 

@@ -26,11 +26,13 @@ class WeightsAndBiases:
                 resume="allow",
                 dir=run.folder,
                 config=None if run.config is None else msgspec.json.decode(run.config),
+                # Else wandb captures the output of the command, which shows the run's progress.
                 settings=wandb.Settings(console="off", silent=True),
             )
         except (wandb.Error, OSError) as error:
             way_out = "log in with `wandb login`, or set WANDB_MODE=offline"
             raise TrackerUnusable("Weights & Biases", "server", str(error), way_out) from None
+        # An axis of ours: wandb's own step must not go back, and that of a resumed run does.
         self._run.define_metric("step")
         for group in GROUPS:
             self._run.define_metric(f"{group}/*", step_metric="step")

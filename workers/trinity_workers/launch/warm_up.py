@@ -75,7 +75,7 @@ def warm_up(
         step += 1
         if step % _STEPS_BETWEEN_CHECKS == 0 or step == max_steps:
             accuracy = _accuracy(engine, tokenizer, task, validation, seed=seed, step=step)
-            # Again: the check may have left the model in another mode.
+            # Again: the check has put the model into evaluation mode.
             model.train()
             if report is not None:
                 report(step, loss.item(), accuracy)

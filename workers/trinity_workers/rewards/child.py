@@ -108,6 +108,7 @@ def main() -> None:
             try:
                 _judge(runner, function, request, source.deadline, send)
             finally:
+                # Between two questions the process waits for as long as training does.
                 faulthandler.cancel_dump_traceback_later()
 
 
@@ -130,6 +131,7 @@ def _judge(
     """
     awaited = []
     for index, answer in enumerate(request.answers):
+        # Each call replaces the timer of the one before (faulthandler).
         _end_after(deadline)
         try:
             value = function(request.question, answer)
@@ -160,6 +162,7 @@ async def _await_verdict(
             result = await value
     except BaseException as error:  # a cancelled task too: without a verdict its parent waits
         fault = _raised(error)
+        # The user's code may raise a TimeoutError of its own.
         if isinstance(error, TimeoutError) and limit.expired():
             late = f"did not return within {deadline:g} s"
             fault = structs.replace(fault, sentence=late, place="")

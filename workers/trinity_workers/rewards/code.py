@@ -26,6 +26,7 @@ from .errors import CodeNotRunnable
 from .values import Rewarded
 
 _RUNNER = Path(__file__).with_name("code_runner.py")
+# 128 bits, which the code cannot guess (decision 29).
 _TOKEN_BYTES = 16
 
 
@@ -103,12 +104,15 @@ class CodeRewards:
                 self._waits.waiting("an answer's code", deadline=seconds),
             ):
                 process = await anyio.open_process(
+                    # Isolated and without site-packages: neither the explorer's packages nor its
+                    # folder.
                     [sys.executable, "-I", "-S", str(_RUNNER)],
                     stdin=PIPE,
                     stdout=PIPE,
                     stderr=DEVNULL,
                     cwd=folder,
                     env={"HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"},
+                    # A group of its own, which _kill() ends with all that the code has started.
                     start_new_session=True,
                 )
                 try:
@@ -124,9 +128,11 @@ class CodeRewards:
         assert process.stdin is not None and process.stdout is not None
         limits = msgspec.json.encode(self._limits)
         received = b""
+        # Code that ends early has closed its pipes: a wrong answer, and no error.
         with suppress(anyio.BrokenResourceError, anyio.EndOfStream, OSError):
             await process.stdin.send(limits + b"\n" + token + b"\n" + program)
             await process.stdin.aclose()
+            # Up to one byte more than the token, so that a longer reply is no match.
             while len(received) <= len(token):
                 received += await process.stdout.receive(len(token) + 1 - len(received))
         return received

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _PYTHON = re.compile(r"[{.\s]*(?:i?python|py)(?![a-z-])", re.IGNORECASE)
 """Info strings such as `python3`, `Python`, `{.python}` and `py title=x`, but not `pycon`."""
 _MARKDOWN = re.compile(r"[{.\s]*(?:markdown|md)\b", re.IGNORECASE)
+# Sessions of the interpreter, which show the use of a program and are none.
 _TRANSCRIPT = re.compile(r"\s*>>>")
 _REASONED = re.compile(r"</think(?:ing)?>", re.IGNORECASE)
 _FENCE_IN_LINE = re.compile(
@@ -47,6 +48,7 @@ def find_code(text: str) -> list[str]:
 
 def _fenced(text: str, deepest: int) -> Iterator[tuple[str, str]]:
     """Yield the info string and the content of each fenced block, also within other blocks."""
+    # Split before it is parsed (decision 32).
     text = _FENCE_IN_LINE.sub(r"\1\n\2", text)
     for token in _parser().parse(text):
         info = token.info.strip()

@@ -19,10 +19,12 @@ def main() -> None:
     stdin = sys.stdin.buffer
     limits, token = json.loads(stdin.readline()), stdin.readline().strip()
     program = json.loads(stdin.read())
+    # A descriptor of its own for the token: what the code prints goes nowhere.
     result = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
+    # Whole seconds alone, and rounded up: the clock of the parent ends the process before.
     seconds = int(limits["seconds"]) + 1
     for kind, limit in (
         (resource.RLIMIT_CPU, seconds),
@@ -31,7 +33,9 @@ def main() -> None:
         (resource.RLIMIT_NOFILE, limits["files"]),
         (resource.RLIMIT_CORE, 0),
     ):
+        # The hard limit too: the code could raise the soft one again.
         resource.setrlimit(kind, (limit, limit))
+    # As a script has it, so that code behind a main guard runs.
     names = {"__name__": "__main__"}
     for block in choose_blocks(program["blocks"], program["tests"]):
         exec(compile(block, "answer.py", "exec"), names)  # noqa: S102

@@ -94,6 +94,7 @@ class ErrorReports:
         cause = report.error_type, report.place
         if cause in self._causes or len(self._causes) >= _REPORTED:
             return
+        # Before the wait: answers are judged side by side, and would report the cause twice.
         self._causes.add(cause)
         try:
             await anyio.to_thread.run_sync(self._publish, report)

@@ -94,6 +94,7 @@ class HttpCalls:
             headers["Authorization"] = f"Bearer {token}"
         longest = 2 * max(deadline, _START_ATTEMPT)  # the calls have deadlines of their own
         try:
+            # No redirects: they would send questions to a host that no setting names.
             self._client = httpx.AsyncClient(
                 headers=headers, timeout=longest, follow_redirects=False, mounts=_DIRECT
             )
@@ -130,6 +131,7 @@ class HttpCalls:
             content = msgspec.json.encode(body)
         except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
             raise RewardCallFailed(self.name, "question", str(error)) from None
+        # Before the deadline begins: the wait for a free place is not the service's.
         async with self._free:
             fault = ""
             pauses = backoff_delays(_LONGEST_PAUSE)

@@ -82,6 +82,8 @@ class JudgeRewards:
         return {
             "model": self._settings.judge_model,
             "messages": [{"role": "user", "content": content}],
+            # The most likely reply, so that equal answers get equal grades as far as the server
+            # can.
             "temperature": 0,
         }
 

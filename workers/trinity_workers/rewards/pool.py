@@ -26,6 +26,7 @@ from .child import Judge, RewardSource, Verdict, encoded
 from .errors import ProcessFault, RewardFailed, RewardFunctionFailed, RewardProcessFailed
 from .values import Rewarded, RewardFault
 
+# Not more by default: each process imports the user's libraries again.
 _PROCESSES = 4
 _GRACE = 1.0
 """Seconds beyond the function's deadline, for the way of its answer."""
@@ -77,8 +78,10 @@ class RewardPool:
                 for _ in answers:
                     with self._waits.waiting(name, [process.name], deadline=limit):
                         verdict = await self._exchange(process, request, limit, "late")
+                    # Sent once: one request has a verdict for each of its answers.
                     request = b""
                     index = verdict.index
+                    # The process runs a user's code, which may send what was not asked for.
                     if not 0 <= index < len(answers) or index in judged or index in faults:
                         raise self._failed("unasked")
                     if verdict.rewarded is not None:
@@ -89,6 +92,7 @@ class RewardPool:
             if not faults and not judged:
                 raise
             lost = {at: error.shared_fault for at in range(len(answers)) if at not in judged}
+            # An answer's own error is nearer to the cause than the one that all others share.
             faults = lost | faults
         return collect_rewards(judged, faults)
 
@@ -115,6 +119,7 @@ class RewardPool:
                     await process.requests.send(sent)
                 return msgspec.json.decode(await process.receive(), type=Verdict)
         except TimeoutError:
+            # Asked for its place now: the error that leaves the pool's block kills the process.
             raise self._failed(late, seconds, await process.place()) from None
         except PIPE_CLOSED:
             raise self._failed("ended", detail=await process.ending()) from None

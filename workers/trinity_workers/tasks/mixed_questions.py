@@ -156,6 +156,7 @@ class MixedQuestions:
         if self._evaluation is not None:
             return list(self._evaluation[:count])
         places = [
+            # The order of Webster's method: the set with the smallest (2n + 1) / share is next.
             ((2 * place + 1) / self.mix.shares[name], name, question)
             for name, questions in self.sets.items()
             for place, question in enumerate(questions.held_out(count))

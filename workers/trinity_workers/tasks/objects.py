@@ -102,11 +102,14 @@ def _from_file(place: str, folder: Path, kind: str, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Before it runs, as an import does: dataclasses look their module up by its name.
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
+        # A second attempt must not find half of a module.
         del sys.modules[module_name]
+        # A script without a main guard may end with sys.exit().
         if not isinstance(error, Exception | SystemExit):
             raise
         raise ObjectUnusable(

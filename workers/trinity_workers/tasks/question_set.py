@@ -68,6 +68,7 @@ class QuestionSet:
             encode_content(self._all),
             encode_content(self._evaluation or ()),
         ):
+            # With the lengths: a question that moves from one list to the other changes the digest.
             digest.update(len(encoded).to_bytes(8, "big"))
             digest.update(encoded)
         return f"sha256:{digest.hexdigest()}"

@@ -241,6 +241,7 @@ def _datasets(source: str, options: Mapping[str, Any]) -> Iterator[object]:
         raise PackageMissing(source, "datasets", "datasets") from None
     name = source.removeprefix(DATASETS)
     try:
+        # Without a split the library returns a mapping of splits, and no records.
         yield from datasets.load_dataset(name, **{"split": "train", **options})
     except Exception as error:
         raise SourceUnreadable(source, "load", reason=_first_line(error)) from None
@@ -275,6 +276,7 @@ def _family(source: str, options: Mapping[str, Any]) -> Any:
         raise PackageMissing(source, "reasoning-gym", "reasoning-gym") from None
     name = source.removeprefix(REASONING_GYM)
     try:
+        # A fixed seed: without one, each process would draw other questions.
         return reasoning_gym.create_dataset(name, **{"seed": 0, **options})
     except Exception as error:
         raise SourceUnreadable(source, "family", reason=_first_line(error)) from None

@@ -76,6 +76,7 @@ def load_environment(name: str, folder: Path) -> Replier:
 def _receive(requests: BinaryIO, received: queue.SimpleQueue[bytes]) -> None:
     while (payload := read_frame(requests)) is not None:
         received.put(payload)
+    # At once: the user's code may hold the main thread for ever.
     os._exit(0)
 
 
@@ -88,6 +89,7 @@ def _replied(runner: asyncio.Runner, reply: Replier, payload: bytes) -> Replied 
     except BaseException as error:  # such as a cancelled task, or an exit
         return Raised(_format_error(error))
     try:
+        # Tried here: a value that cannot be sent is an error of the environment.
         encoded(Replied(value))
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
         return Raised(f"it returned a value of type {type(value).__name__}")

@@ -39,11 +39,13 @@ def open_frame_pipes() -> tuple[BinaryIO, BinaryIO]:
     its end. From now on the process writes its stacks when its parent asks for them.
     """
     enable_stack_dumps()
+    # Copies first: 0 and 1 become other files, which the user's code may use.
     received, sent = os.dup(0), os.dup(1)
     os.dup2(2, 1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
+    # By lines: what is buffered in a process that is killed is lost.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     return os.fdopen(received, "rb"), os.fdopen(sent, "wb")
 

@@ -47,6 +47,7 @@ class UserProcess:
                 [sys.executable, "-m", module, *arguments],
                 stdin=PIPE,
                 stdout=PIPE,
+                # The parent's: what the user's code prints is where the parent's log is.
                 stderr=None,
                 env=os.environ | stacks.environment,
                 pass_fds=(stacks.descriptor,),
@@ -70,6 +71,7 @@ class UserProcess:
             One of PIPE_CLOSED: if the process has closed its pipe.
         """
         length = int.from_bytes(await self._replies.receive_exactly(LENGTH_BYTES), "big")
+        # Code that writes to the pipe itself could announce up to 4 GiB.
         if length > LARGEST:
             raise ValueError(f"{length} bytes are more than {LARGEST}")
         return await self._replies.receive_exactly(length)
@@ -78,6 +80,7 @@ class UserProcess:
         """Return in words how the process ended, whose pipes are closed."""
         with anyio.move_on_after(_ENDING):
             code = await self._process.wait()
+            # In the form of wait(2): the signal in the low byte, or the code above it.
             return format_exit(-code if code < 0 else code << 8)
         return "it closed its pipe"
 
@@ -121,6 +124,7 @@ class UserProcesses:
             process = self.idle.pop() if self.idle else await self._start()
             async with killed_on_error(process):
                 yield process
+            # Not after an error, which leaves a process in an unknown state and kills it.
             self.idle.append(process)
 
     async def aclose(self) -> None:

@@ -39,6 +39,7 @@ class StackFile:
 
     def __init__(self) -> None:
         descriptor, name = tempfile.mkstemp(prefix="trinity-stacks-")
+        # Without a name it is freed with its last descriptor, however the processes end.
         Path(name).unlink()
         self._file = os.fdopen(descriptor, "rb")
 
@@ -57,6 +58,7 @@ class StackFile:
 
         A process that has not called :func:`enable_stack_dumps` is killed by the question.
         """
+        # Stacks of an earlier request stay in the file.
         begin = self._size()
         try:
             os.kill(pid, _ASKED)
@@ -78,6 +80,7 @@ def enable_stack_dumps() -> None:
 
     The handler is C code: it needs no lock of the interpreter.
     """
+    # Taken out: a process that the user's code starts would write into the file as well.
     descriptor = os.environ.pop(_VARIABLE, "")
     if descriptor:
         os.set_inheritable(int(descriptor), False)
