@@ -11,6 +11,7 @@ from .categories import CATEGORIES
 BUCKETS = 1024
 """Maximum buckets of time; a longer run has wider ones."""
 _PLANES = len(CATEGORIES)
+# Two bytes a cell: 2,048 lanes of nine categories take 38 MB at most.
 _FULL = 65_535
 """Largest count of one cell; a fuller one stays there."""
 

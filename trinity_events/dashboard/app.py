@@ -121,6 +121,7 @@ def _json(request: Request, value: Any, status: int = 200) -> Response:
     body = encode(value)
     headers = {}
     if len(body) > _LONG and "gzip" in request.headers.get("accept-encoding", ""):
+        # The fastest level: it runs on the event loop.
         body = gzip.compress(body, compresslevel=1)
         headers = {"content-encoding": "gzip", "vary": "accept-encoding"}
     return Response(body, status, headers, media_type="application/json")
@@ -166,6 +167,7 @@ def _number(request: Request, name: str, default: int | None = None) -> int | No
         number = float(text)
     except ValueError:
         number = math.nan
+    # NaN fails too: every comparison with it is false.
     if not abs(number) < 2**62:
         raise InvalidQuery("number", text[:40], name)
     return int(number)
@@ -286,6 +288,7 @@ class _Live:
 
     async def _end(self, send: Send, stream: anyio.CancelScope) -> None:
         await self._stopping.wait()
+        # First, so that no message follows the last one.
         stream.cancel()
         with anyio.CancelScope(shield=True), anyio.move_on_after(_GOODBYE):
             await send({"type": "http.response.body", "body": b""})
@@ -293,12 +296,15 @@ class _Live:
     async def _stream(
         self, reader: RunReader, scope: Scope, send: Send, limits: DashboardLimits
     ) -> None:
+        # nginx would hold a stream back without X-Accel-Buffering.
         start = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
         version = -1
         try:
             with anyio.fail_after(limits.send_seconds) as deadline:
                 await send({"type": "http.response.start", "status": 200, "headers": start})
                 while True:
+                    # Only a message that is being sent has a deadline: a run may be quiet for
+                    # hours.
                     deadline.deadline = math.inf
                     changed = await reader.changed(version, _SILENCE)
                     body = b": nothing new\n\n"
@@ -317,6 +323,7 @@ class _Live:
     async def _frame(self, reader: RunReader) -> tuple[int, bytes]:
         """Return the message of the newest state, which is made once for all viewers."""
         run = reader.source.run_id
+        # One at a time: viewers that come meanwhile find the message made.
         async with self._encoding:
             cached = self._frames.get(run)
             if cached is None or cached[0] is not reader or cached[1] != reader.version:

@@ -10,6 +10,7 @@ BLOCK = 1000
 """Entries of one block."""
 
 
+# Without the collector: it refers to nothing that could refer to it (msgspec).
 class EntryBlock(Struct, gc=False):
     """Block of entries: its first entry, and the types, lanes and steps of all of them."""
 

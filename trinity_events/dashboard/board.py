@@ -158,7 +158,9 @@ class Board:
         self.limits = limits
         self._tasks = tasks
         self._readers: dict[str, tuple[RunReader, anyio.CancelScope]] = {}
+        # One at a time: two viewers would begin two readers of one run.
         self._opening = anyio.Lock()
+        # Viewers that ask while the list is read get that list.
         self._listing = anyio.Lock()
         self._listed: tuple[float, list[dict[str, Any]]] = (-1e9, [])
 

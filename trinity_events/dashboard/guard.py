@@ -96,7 +96,9 @@ class Guard:
         if scope["method"] not in ("GET", "HEAD"):
             return 405, "this server only answers GET: nothing can be changed through it"
         host = headers.get("host", "")
+        # With two, a proxy before this server may have gone by the other one.
         if len(headers.getlist("host")) != 1 or not self._is_known(host):
+            # 421: misdirected request (RFC 9110, section 15.5.20).
             return 421, (
                 f"{host[:80]!r} is not a name of this server: open it by its address, or start the "
                 "dashboard with --allow-host"
@@ -126,6 +128,7 @@ class Guard:
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2].lower() != host.lower():
             return True
+        # Programs other than browsers send no such header, and no user's page sends their requests.
         site = headers.get("sec-fetch-site", "none")
         if site in ("same-origin", "none"):
             return False
@@ -137,6 +140,7 @@ class Guard:
         if self._token is None:
             return True
         kind, _, given = headers.get("authorization", "").partition(" ")
+        # In constant time, so that the time of a refusal says nothing of the token.
         return kind.lower() == "bearer" and hmac.compare_digest(given.encode(), self._token)
 
 

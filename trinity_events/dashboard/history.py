@@ -140,6 +140,7 @@ class History:
         if lane is None:
             lane = self.find_lane(producer.role, producer.rank, producer.node)
         self._count(block, lane, category, milliseconds)
+        # Bits, so that a search skips a block by one operation.
         block.types |= TYPE_BIT[type(event)]
         step = find_step(event)
         if step is not None:

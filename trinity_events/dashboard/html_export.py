@@ -138,10 +138,12 @@ def _page(data: dict[str, Any]) -> str:
     charts_style = (STATIC / "vendor" / "uPlot.min.css").read_text()
     icon = base64.b64encode((STATIC / "icon.svg").read_bytes()).decode()
     policy = (
+        # By hashes: a file has no server of its own that scripts could be allowed from.
         f"default-src 'none'; script-src '{_hash(script)}' '{_hash(charts)}'; "
         f"style-src '{_hash(style)}' '{_hash(charts_style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
+    # In base64: a text of the run such as "</script>" would end the element.
     packed = base64.b64encode(gzip.compress(msgspec.json.encode(data), 9)).decode()
     page = (STATIC / "index.html").read_text()
     for written, instead in (
@@ -160,6 +162,7 @@ def _page(data: dict[str, Any]) -> str:
             f'<script type="module">{script}</script>\n</body>',
         ),
     ):
+        # A page that was changed must not lose one of them unnoticed.
         assert page.count(written) == 1, written
         page = page.replace(written, instead)
     return page
@@ -167,6 +170,7 @@ def _page(data: dict[str, Any]) -> str:
 
 def bundle() -> str:
     """Return all modules as one script, each a function that returns what it exports."""
+    # Browsers load no modules of a page that was opened as a file.
     parts = ["const modules = {};"]
     for name in MODULES:
         text = (STATIC / name).read_text()

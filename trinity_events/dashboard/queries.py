@@ -171,6 +171,7 @@ async def explain_step(reader: RunReader, step: int) -> dict[str, Any]:
     history = await reader.indexed()
     state = reader.newest
     assert state is not None
+    # Kept, for two passes: a proof takes all announcements before the events.
     folded_entries: list[Folded] = []
     blocks = [
         block for block in history.blocks.all if block.least_step <= step <= block.greatest_step

@@ -12,6 +12,7 @@ from typing import Protocol
 from ..archive.format import events_from, last_events
 from ..log import ORIGIN, Entry, position
 
+# Both numbers of an entry's id, and the length of its payload.
 _LENGTHS = struct.Struct(">QQI")
 _INDEXED = 250
 """Entries between two that the index of a temporary file knows by their place."""

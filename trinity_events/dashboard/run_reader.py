@@ -28,6 +28,7 @@ from .sources import DashboardSource
 
 logger = logging.getLogger(__name__)
 
+# As long as a million entries take (decision 25).
 _INDEXED_WITHIN = 20.0
 """Seconds for which a question waits until its entries are indexed."""
 _LONGEST_PAUSE = 2.0
@@ -174,6 +175,7 @@ class RunReader:
                 logger.warning("run %s: %s", self.source.run_id, error)
                 self.problem = str(error)
                 self._changed()
+                # Another attempt would meet it again; the next viewer begins another reader.
                 if not is_transient(error):
                     return
             await anyio.sleep(pause)
@@ -184,12 +186,14 @@ class RunReader:
             self.note, self.end = begun.note, begun.end
             ahead = await self.source.newest_state()
             if ahead is not None and ahead.entries - begun.state.entries > PAGE:
+                # Shown until the index is there: the reducer's snapshot is near the end of the log.
                 self._ahead = Monitor(ahead)
             if self._ahead is not None or begun.entries > _TAIL:
                 self.tail = await self._index_tail()
             self.history = History(begun.state, begun.begin, begun.end)
         self.problem = None
         page = PageSize(PAGE)
+        # From where the index is: after a fault of the server it goes on, and begins nothing anew.
         while entries := await self.source.read(self.history.state.position, limit=page.limit):
             nbytes = page.learn(entries)
             await self._index(entries, nbytes)
@@ -213,6 +217,7 @@ class RunReader:
             entries, sum(len(entry.payload) for entry in entries), self._turn_entries
         ):
             tail.feed(batch)
+            # Viewers are answered between two turns.
             await anyio.lowlevel.checkpoint()
         return tail
 
@@ -251,6 +256,7 @@ class RunReader:
     def _changed(self) -> None:
         self.version += 1
         self._change.set()
+        # Replaced: an event of anyio cannot be cleared.
         self._change = anyio.Event()
 
     async def changed(self, version: int, seconds: float) -> int:
@@ -283,6 +289,7 @@ class RunReader:
             return 1.0
         if history is None:
             return 0.0
+        # Never 1: only `caught_up` says that nothing follows.
         return min(0.999, (history.last - history.begin) / max(1, self.end - history.begin))
 
     async def indexed(self) -> History:

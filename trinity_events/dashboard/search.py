@@ -70,6 +70,7 @@ async def search_events(reader: RunReader, query: Search) -> dict[str, Any]:
     at = blocks.at_number(max(0, end - 1))
     while at >= 0 and len(results) < most and read < SEARCHED:
         block = blocks.all[at]
+        # A block ends where the next one begins.
         following = blocks.all[at + 1].milliseconds if at + 1 < len(blocks.all) else history.last
         may = (
             (not types or block.types & types)
@@ -81,6 +82,7 @@ async def search_events(reader: RunReader, query: Search) -> dict[str, Any]:
         if may:
             read += 1
             count = min(block.entries, end - block.number)
+            # Announcements are not in the stream of events: they follow from the fold of the block.
             start = await reader.at(block.number)
             entries = await reader.source.read(before(block.first), limit=max(count, 0))
             matching = await anyio.to_thread.run_sync(_matching, start.state, entries, query)

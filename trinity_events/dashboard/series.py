@@ -142,6 +142,7 @@ class Figures:
     def _trained(self, at: float, envelope: Envelope, event: StepTrained) -> None:
         self._metrics(at, envelope, event)
         for staleness, samples in event.staleness.items():
+            # Bounded: the last bucket has all that are later.
             bucket = min(staleness, 64)
             self.staleness[bucket] = self.staleness.get(bucket, 0) + samples
 

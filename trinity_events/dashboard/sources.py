@@ -130,6 +130,7 @@ class ServerSource:
             if not entries
             else self._first_retained
         )
+        # The reducer has trimmed the stream since: what was asked for is in the archive by now.
         if first_retained != self._first_retained:
             self._first_retained = first_retained
             return await self.read(after, through=through, limit=limit)
@@ -154,6 +155,7 @@ class ServerSource:
         """Return up to ``limit`` entries that are on the server, the last ones, in their order."""
         entries: list[Entry] = []
         while len(entries) < limit:
+            # Backwards from the end: the number of entries before it is not known.
             before_these = entries[-1].id if entries else "+"
             page = await self._log.read_back(
                 before_these, limit=min(PAGE, limit - len(entries)), inclusive=not entries
@@ -242,6 +244,7 @@ class RecordedSource:
     def read_now(self, after: str, *, through: str = "+", limit: int = 1000) -> list[Entry]:
         """Return up to ``limit`` entries after a position."""
         end = None if through == "+" else position(through)
+        # Taken out: two readers that go on from one place must not share an iterator.
         cursor = self._cursors.pop(after, None) or self._events.after(after)
         entries: list[Entry] = []
         for entry in cursor:

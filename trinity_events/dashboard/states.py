@@ -88,6 +88,7 @@ class CompressedStates:
         self._states = [
             entry
             for entry in self._states
+            # The first one stays: every question needs a state before it.
             if entry.number == first or entry.number % self.spacing == 0
         ]
         self._numbers = [entry.number for entry in self._states]

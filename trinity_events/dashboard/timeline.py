@@ -84,6 +84,7 @@ async def get_timeline(
         return answer | {"mode": "counts", "width": history.activity.width, "cells": cells}
     if history is tail:
         empty = MonitorState(run_id=reader.source.run_id, epoch=history.state.epoch)
+        # From the largest id of the millisecond before: all of the window's entries follow.
         bars = await _read_bars_after(reader, empty, f"{begin - 1}-{2**64 - 1}", begin, end)
     else:
         bars = await read_bars(reader, begin, end)

@@ -23,6 +23,7 @@ def is_loopback(host: str) -> bool:
 
 def new_token() -> str:
     """Return a token that cannot be guessed."""
+    # 192 bits.
     return secrets.token_urlsafe(24)
 
 

@@ -56,6 +56,7 @@ def fields_as_json(state: MonitorState, names: Iterable[str]) -> dict[str, Any]:
 
 def waits_as_json(state: MonitorState, now: int) -> dict[str, Any]:
     """Return the waits that are open at a moment, as the item ``waits``; nothing without any."""
+    # By identity: two waits may be equal.
     shown = {id(wait) for wait in open_waits(state, now)}
     built = fields_as_json(state, ("waits",))["waits"]
     waits = {

@@ -203,6 +203,7 @@ class RunMetrics:
         requesters = [
             explorer for explorer in state.explorers.values() if explorer.requested_at is not None
         ]
+        # Only those that run: one that was lost in its request would count for ever.
         waiting = sum(explorer.runs for explorer in requesters)
         self._in_flight.labels(run, "fetch").set(waiting)
         self._readable.labels(run).set(1)
@@ -286,6 +287,7 @@ class ServerMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield each metric once, with the samples of all runs."""
+        # A format of one registry has each name once; collect() makes new objects, which may grow.
         metrics_by_name: dict[str, Metric] = {}
         for registry in (self._own, *(metrics.registry for metrics in self._runs.values())):
             for metric in registry.collect():

@@ -107,6 +107,7 @@ class RunFollowers:
     async def _read_server(self, tasks: anyio.abc.TaskGroup) -> None:
         """Read the clock and the runs of the server, and follow those that it has now."""
         try:
+            # A server that hangs must show as down before the next scrapes.
             with anyio.fail_after(_ANSWER):
                 clock = await server_clock(self._client, RUN_INDEX)
                 if self._run is None:
@@ -135,6 +136,7 @@ class RunFollowers:
         self._checked = {run: check for run, check in self._checked.items() if run in self._listed}
         for run, opened in reversed(self._listed.items()):
             check = self._checked.get(run)
+            # A run that is opened again may be in the place of one that was closed for long.
             old = check is None or check.opened != opened
             if run not in self._checking and (
                 old
@@ -165,6 +167,7 @@ class RunFollowers:
             last, clock = position(await log.last_id())[0], time.time() * 1000 + self._ahead
             if clock - last > SILENT_FOR * 1000 and not await self._client.exists(log.keys.leader):
                 return "gone"
+            # Its follower has it already: no fold is needed.
             state = self._states.get(run) or await current_state(log)
         except Exception as error:
             if is_transient(error):

@@ -79,16 +79,19 @@ class StepTraces:
         self.flush()
 
     def _add(self, span: Span) -> None:
+        # Computed, not drawn: a log that is exported twice has the same spans (decision 26).
         own = span_id(
             _trace(self._run, span), f"{span.process}/{span.lane}/{span.name}/{span.begin}"
         )
         context = _context(_trace(self._run, span), own)
         if span.trace is not None:
+            # W3C Trace Context: version, trace id, span id and flags, with dashes between them.
             context = _context(*span.trace.traceparent.split("-")[1:3])
         links: list[Link] = []
         if span.step is not None:
             step = self._open_step(span.step, span)
             if span.category == "publish":
+                # Only the last ones: a version may have thousands of parts.
                 step.parts = [*step.parts, context][-_LINKS:]
             elif span.category == "pause":
                 links = [Link(context) for context in step.parts]

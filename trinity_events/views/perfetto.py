@@ -9,6 +9,7 @@ from ..analysis.spans import Span
 from ..analysis.timeline import Moment, Part, Value
 from ..errors import PackageMissing
 
+# There is one writer; packets of one sequence are in its order.
 _SEQUENCE = 1
 _ROOT = 1
 
@@ -94,11 +95,13 @@ class PerfettoTrace:
         if parent is not None:
             track.parent_uuid = parent
         if counter:
+            # An empty message is only there once it is set so (protobuf).
             track.counter.SetInParent()
         self._write(packet)
 
     def _packet(self, at: int, track: int, kind: int) -> Any:
         packet = self._builder.create_packet()
+        # The field is unsigned: a duration that a log has wrong must not end the export.
         packet.timestamp = max(0, at)
         packet.trusted_packet_sequence_id = _SEQUENCE
         packet.track_event.type = kind

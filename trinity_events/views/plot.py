@@ -91,6 +91,7 @@ def draw(title: str, curves: Mapping[str, Points], path: Path) -> None:
     panels: Any = figure.subplots(rows, 2, squeeze=False)
     for panel, (name, points) in zip(panels.flat, curves.items(), strict=False):
         steps, values = zip(*points, strict=True)
+        # Of few points a line shows little, and of one nothing.
         panel.plot(steps, values, linewidth=1.2, marker="." if len(points) < 20 else None)
         panel.set_title(name, loc="left", fontsize="medium")
         panel.set_xlabel("step")

@@ -67,6 +67,7 @@ class Terminal(Console):
     ) -> Iterable[Segment]:
         """Render, and write out the control characters of all text."""
         for segment in super().render(renderable, options):
+            # Rich's own, such as movements of the cursor: text has none after visible().
             if segment.control:
                 yield segment
             else:

@@ -143,6 +143,7 @@ class WatchApp(App[None]):
         if not self.is_running:  # it quits, and its panels are gone
             return
         events = self.query_one("#events", RichLog)
+        # Not more than can be scrolled back: the first read may have thousands.
         for entry in folded[-_KEPT_LINES:]:
             for line in format_folded(entry, has_id=False):  # 80 columns have no room for ids
                 events.write(Text(visible(line, lines=False), no_wrap=True))
@@ -155,6 +156,7 @@ class WatchApp(App[None]):
         fault.update(Text(self.fault or "held still: press space to go on"))
         if self._state is None or self._is_paused:
             return
+        # By the server's clock: ages must not depend on the clock of this host.
         state, now = self._state, int(time.time() * 1000 + self._ahead)
         for name, panel in (
             ("head", head_panel),
