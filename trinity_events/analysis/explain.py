@@ -81,6 +81,7 @@ def _until(state: MonitorState, now: int | None) -> int:
     """Return the milliseconds to which ages are counted: the end of the run, or ``now``."""
     if state.closed_at is not None:
         return state.closed_at
+    # At least the last entry: the clock of the question may be behind the server's.
     last = int(state.position.partition("-")[0])
     return last if now is None else max(now, last)
 

@@ -110,6 +110,7 @@ class Condition:
 
     def _one(self) -> Test:
         self._depth += 1
+        # The parser calls itself: Python's own limit would end it with a RecursionError.
         if self._depth > _DEEPEST:
             raise BadExpression(self.text, "deep", limit=_DEEPEST)
         try:
@@ -130,6 +131,7 @@ class Condition:
         if kind == "compare" or text == "in":
             self._at += 1
             right, compare = self._value(), _COMPARISONS[text]
+            # Each value with each: a path with `*` has several, and one that fits is enough.
             return lambda doc: any(compare(a, b) for a in operand(doc) for b in right(doc))
         return lambda doc: any(bool(value) for value in operand(doc))
 

@@ -55,6 +55,7 @@ def failures(state: MonitorState) -> list[Failure]:
 
 def same_cause(reason: str) -> str:
     """Return a reason without its slot, paths and numbers; it is equal for one cause."""
+    # Before it stands the slot, which names one rank.
     _, failed, cause = reason.partition(" failed: ")
     return _OF_ONE_ATTEMPT.sub("*", cause if failed else reason)
 

@@ -37,6 +37,7 @@ def is_judged(
     if host is None:
         # Before its first event a process is taken to be where the run was opened.
         host = hosts.get(LAUNCHER) if ended else own
+    # By identity: two hosts may have one name, and images copy machine ids (decision 48).
     return host is not None and host.host_id == own.host_id
 
 

@@ -119,6 +119,7 @@ class Timeline:
             version.end = self._last
             version.facts["outcome"] = outcome
             yield version
+        # Only now: a span that was written can get no more flows.
         yield from self._ready.values()
         self._versions, self._ready = {}, {}
 

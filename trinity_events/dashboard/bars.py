@@ -114,6 +114,7 @@ def merge_bars(bars: Iterable[Bar], resolution: float) -> list[Bar]:
     """
     result: list[Bar] = []
     last: dict[tuple[str, int], Bar] = {}
+    # The longer of two that begin together first: it can take the other one up.
     for bar in sorted(bars, key=lambda bar: (bar.lane, bar.begin, -bar.end)):
         key = (bar.lane, bar.category)
         near = last.get(key)
@@ -122,6 +123,7 @@ def merge_bars(bars: Iterable[Bar], resolution: float) -> list[Bar]:
             near is not None
             and short
             and "failed" not in (near.outcome, bar.outcome)
+            # Bounded, so that many short bars in a row do not become one long one.
             and near.end - near.begin < 6 * resolution
             and bar.begin - near.end < resolution
         ):

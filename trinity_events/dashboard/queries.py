@@ -311,6 +311,7 @@ async def get_dead_letters(reader: RunReader) -> dict[str, Any]:
     await reader.indexed()
     return {
         "dead": [
+            # As ASCII: the payload may be anything, and is shown as text.
             [letter.entry.id, letter.reason, letter.entry.payload[:120].decode("ascii", "replace")]
             for letter in reader.dead_letters
         ]

@@ -99,6 +99,7 @@ class _Happening(Struct, frozen=True, order=True):
 class _Simulation:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        # Seeded: pictures of the documentation and tests need the same run each time.
         self.random = random.Random(plan.seed)  # noqa: S311
         self.epoch = 1
         self.clock = float(plan.begin)
@@ -122,12 +123,14 @@ class _Simulation:
             yield self._entry(heapq.heappop(self._coming)[2])
 
     def _entry(self, happening: _Happening) -> Entry:
+        # Ids never go back, as a server's do not.
         at = max(happening.at, self._last[0])
         self._last = (at, self._last[1] + 1 if at == self._last[0] else 0)
         entry_id = f"{self._last[0]}-{self._last[1]}"
         if happening.producer is None or isinstance(happening.event, bytes):
             return Entry(entry_id, happening.event if isinstance(happening.event, bytes) else b"")
         incarnation = happening.producer.incarnation
+        # A repeated event has the sequence of the one before: the fold must not count it.
         sequence = self._sequences.get(incarnation, 0) + (0 if happening.repeat else 1)
         self._sequences[incarnation] = sequence
         envelope = Envelope(
@@ -153,6 +156,7 @@ class _Simulation:
     def _producer(self, role: str, rank: int) -> Producer:
         start = self._starts.get((role, rank), 0)
         name = f"{self.plan.run_id}/{role}/{rank}/{start}"
+        # Sixteen ranks are on the first two nodes; all other processes begin at the third.
         node = rank // _A_NODE + (0 if role in ("trainer", "actor") else 2)
         return Producer(
             role=role,
@@ -247,6 +251,7 @@ class _Simulation:
             "loss": 0.42 * math.exp(-step / 60) + 0.05 + noise(0, 0.012),
             "kl": 0.002 + 0.0009 * step**0.6 + abs(noise(0, 0.0006)),
             "entropy": 1.9 * math.exp(-step / 140) + noise(0, 0.03),
+            # A peak at one step, so that the charts show an outlier.
             "grad_norm": 0.9 + abs(noise(0, 0.25)) + (2.2 if step == 63 else 0),
             "response_length": 240 + 210 * learnt + noise(0, 12),
             "tokens_per_second": 61_000 * self.plan.seconds / length + noise(0, 900),

@@ -19,6 +19,7 @@ from ..core.refusals import format_refusal, suspects
 from ..core.state import KINDS, ExplorerState, KindState, StepState
 from ..log import position
 
+# Rows of lists: a page shows some dozens, and a run may have thousands.
 _WAITS = 64
 _SAVES = 64
 _LINES = 32
@@ -114,6 +115,7 @@ def build_causes(state: MonitorState, facts: LiveFacts) -> list[dict[str, Any]]:
     """
     if state.closed is not None:
         return []
+    # Before the cut: passing waits of thousands of explorers would fill the list.
     lasting = [cause for cause in find_causes(state, facts) if is_lasting(cause, facts.now)]
     return [
         {
@@ -223,6 +225,7 @@ def _staleness(explorer: ExplorerState, newest: StepRef | None) -> int | None:
     """Return the steps by which an explorer's version is behind the newest; -1 across epochs."""
     if explorer.version is None or newest is None:
         return None
+    # Steps of two epochs cannot be subtracted: a resume may have gone back.
     if explorer.version.epoch != newest.epoch:
         return -1 if explorer.version < newest else 0
     return max(0, newest.step - explorer.version.step)

@@ -68,6 +68,7 @@ class MLflow:
 
     def log(self, metrics: StepMetrics) -> None:
         """Log metrics of one step, most often in one call."""
+        # MLflow counts in milliseconds.
         moment = int(metrics.occurred_at * 1000)
         values = [
             (name, Metric(accepted, value, moment, metrics.step))
@@ -79,6 +80,7 @@ class MLflow:
             try:
                 self._client.log_batch(self._id, metrics=[metric for _, metric in batch])
             except Exception as error:
+                # A server that is away would fail for each metric again.
                 if not _is_invalid_metric(error):
                     raise
                 self._log_singly(batch)

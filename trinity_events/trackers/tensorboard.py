@@ -26,6 +26,7 @@ class TensorBoard:
         first = 0 if run.resumed_after is None else run.resumed_after + 1
         self._writer = SummaryWriter(
             str(folder),
+            # Hides the steps of earlier epochs that this one trains again.
             purge_step=first if folder.exists() else None,
             filename_suffix=f".{first}",  # files are named by seconds, and an epoch may be short
         )

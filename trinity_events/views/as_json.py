@@ -43,6 +43,7 @@ def fields_as_json(state: MonitorState, names: Iterable[str]) -> dict[str, Any]:
     """Return some fields of the state as JSON, also those that :func:`state_as_json` omits."""
     encoded = dict(zip(state.__struct_encode_fields__, state.__struct_fields__, strict=True))
     own = {encoded[name] for name in names if name in encoded} | {"run_id"}
+    # A state of these fields alone: the others may be large, and are not built.
     chosen = {name: getattr(state, name) for name in own}
     built = state_as_json(MonitorState(**chosen))
     return {

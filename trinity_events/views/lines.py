@@ -52,6 +52,7 @@ _NAMED = 16
 """Elements of a field that are named; the others are counted."""
 _LONGEST = 600
 """Maximum characters of a field; a run's configuration is longer, and is shown with --json."""
+# Long, and of no use to a reader of lines: --json has them.
 _LEFT_OUT = {"save_id", "caused_by", "saves", "parts", "registrations", "verified_at", "attempts"}
 
 

@@ -28,6 +28,7 @@ _OPEN_STEPS = 64
 """Steps whose root span waits for further spans."""
 _LINKS = 16
 """Maximum links of an application to parts of its version."""
+# Spans of one request: a log may have millions, and none is kept once it was sent.
 _BATCH = 256
 _KINDS = {"publish": SpanKind.PRODUCER, "fetch": SpanKind.CONSUMER, "pause": SpanKind.CONSUMER}
 _OPERATIONS = {"publish": "send", "fetch": "receive", "pause": "process"}

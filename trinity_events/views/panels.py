@@ -112,6 +112,7 @@ def explorers_panel(state: MonitorState, now: int) -> RenderableType:
         behind[name] = 0
         if newest is not None:
             behind[name] = newest.step - (served.step if served is not None else 0)
+    # Those behind first: a panel shows a dozen of thousands.
     order = sorted(state.explorers, key=lambda name: (-behind[name], name))
     for name in order[:_LINES]:
         explorer = state.explorers[name]

@@ -335,6 +335,7 @@ def _explorer_status(
         return "silent"
     if state.closed is None:
         return explorer.shown_status
+    # By words, so that explorer-1 is not found in explorer-12.
     named = re.search(rf"\b{re.escape(name)}\b", state.closed_error or "")
     return "lost" if named else "ended"
 

@@ -55,6 +55,7 @@ def select_rewards(scores: Sequence[Sequence[Score]], on_error: OnRewardError) -
         for question in scores
         if on_error == "score" or not any(answer.error for answer in question)
     ]
+    # Without a question left there is no mean, whatever the policy.
     if errors and (on_error == "fail" or not rewards):
         raise HeldOutRewardsFailed(errors[0], failed=len(errors), answers=sum(map(len, scores)))
     return CountedRewards(rewards, len(errors))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from .settings import EvaluationSet
 
 CONFIDENCE = 0.95
+# 1.96 for 95 %, two-sided.
 _QUANTILE = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 
 
@@ -41,9 +42,11 @@ def estimate(of_questions: Sequence[float]) -> Estimate:
     Evals", arXiv 2411.00640, 2024). One question alone has no interval: both ends are its value.
     """
     count = len(of_questions)
+    # Summed exactly, so that the order of the answers changes no bit of a result.
     mean = fsum(of_questions) / count
     if count == 1:
         return Estimate(mean, mean, mean)
+    # count - 1: an unbiased estimate from a sample of questions.
     variance = fsum((question_mean - mean) ** 2 for question_mean in of_questions) / (count - 1)
     half = _QUANTILE * sqrt(variance / count)
     return Estimate(mean, mean - half, mean + half)

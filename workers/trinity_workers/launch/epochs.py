@@ -70,6 +70,7 @@ class EpochFollower:
         """
         with anyio.move_on_after(deadline):
             async with self._changed:
+                # A closed epoch is the newest one until the run is opened again.
                 while self._newest is None or self._closed is not None:
                     await self._changed.wait()
                 return self._newest

@@ -37,6 +37,7 @@ class FailedSaves:
     def heard(self, event: Event, announced: Iterable[Event]) -> list[str]:
         """Note an event and what it made true; return a line for each failure of a step."""
         if isinstance(event, RunOpened | RunResumed):
+            # Attempts and failures of an earlier epoch end with it.
             self._paths, self.steps = {}, {}
         if isinstance(event, SaveStarted) and event.path is not None:
             self._paths[event.save_id] = event.path

@@ -286,6 +286,7 @@ async def find_usable_checkpoint(
     assert earlier.checkpoint is not None
     run_id = source.run_id
     unusable: list[CheckpointUnusable] = []
+    # From the newest on: each older one costs its steps.
     for candidate in (earlier.checkpoint, *earlier.older):
         try:
             await _check_checkpoint(source, candidate.step, earlier.logged)
@@ -320,6 +321,7 @@ async def _check_checkpoint(source: CheckpointSource, step: int, logged: LoggedT
     """
     run_id, run_folder = source.run_id, source.root / source.run_id
     try:
+        # First: the checks need a folder, and a host that is new has none.
         await fetch_checkpoint(source.mirror, run_id, step, run_folder)
     except CopyDamaged as error:
         raise CheckpointUnusable(run_id, step, str(error)) from None

@@ -24,6 +24,7 @@ def resume_command(arguments: Sequence[str], run_id: str) -> str:
     remaining = iter(arguments)
     for argument in remaining:
         option, equals, value = argument.partition("=")
+        # Options of one start: typed again, they would begin anew or end a run that lives.
         if argument in ("--fresh", "--take-over"):
             continue
         if option == FROM_STEP:
@@ -32,6 +33,7 @@ def resume_command(arguments: Sequence[str], run_id: str) -> str:
             continue
         named = named or option == "--run"
         if equals and "://" in value:
+            # The command is printed and logged: URLs must not show their passwords.
             words.append(f"{option}={redacted(value)}")
         else:
             words.append(redacted(argument) if "://" in argument else argument)

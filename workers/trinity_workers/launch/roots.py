@@ -37,6 +37,7 @@ async def _report(log: RedisEventLog, config: RunConfig, say: Callable[[str], No
     async with subscribe(config.run_id, StepReady, redis_url=config.redis_url) as events:
         async for event in events:
             # What a reducer announced it has read: it leads, or did until just now.
+            # Weights come with every step: after the first look, other kinds are often enough.
             if event.epoch != config.epoch or (heard and event.kind == "weights"):
                 continue
             heard = True

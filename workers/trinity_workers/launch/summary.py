@@ -140,6 +140,7 @@ class DemoSummary(Struct, frozen=True, kw_only=True):
 
 def thirds(values: Sequence[float]) -> tuple[float, float]:
     """Means of the first and of the last third; of all where there are fewer than three."""
+    # At least one: a run of one or two steps has a first and a last step.
     third = max(1, len(values) // 3)
     first, last = values[:third], values[-third:]
     return (sum(first) / len(first), sum(last) / len(last)) if values else (0.0, 0.0)

@@ -48,6 +48,7 @@ def chosen_transport(
     """
     if sync.method == "checkpoint":
         return Chosen("files", "as sync.method says")
+    # Checked here, so that a run is refused before anything of it starts.
     if sync.method == "nccl":
         import torch.distributed
 
@@ -65,6 +66,7 @@ def chosen_transport(
 
 
 def _best(explorers_here: bool, one_host: bool, reads_ray: bool) -> Chosen:
+    # First: what is elsewhere reads neither this host's memory nor this cluster's store.
     if not explorers_here:
         return Chosen("redis", "explorers may be on any host")
     if not reads_ray and not (one_host and available() and free_bytes() >= ENOUGH):

@@ -194,11 +194,14 @@ def parse_grade(reply: str, best: float) -> float:
     Raises:
         UnclearGrade: The reply has no grade, several, or one that can be read in two ways.
     """
+    # After the last closing mark: reasoning states grades that it then rejects.
     text = _REASONED.split(reply)[-1]
     if _REASONING.search(text):
         raise UnclearGrade("cut off")
+    # After the reasoning is gone, which may be long.
     if len(text) > _LONGEST:
         raise UnclearGrade("long", length=len(text), limit=_LONGEST)
+    # Products first: the table removes asterisks, and would make "2*3" the number 23.
     text = _PRODUCT.sub(" x ", text).translate(_SAME)
     lines = [_EMPHASIS.sub("", line).strip() for line in text.splitlines()]
     lines = [line for line in lines if any(map(str.isalnum, line))]
@@ -218,6 +221,7 @@ def parse_grade(reply: str, best: float) -> float:
 
 def _agreed(grades: list[_Grade], best: float) -> _Grade | None:
     """Return the only grade of a list, None if it is empty. Raises UnclearGrade if they differ."""
+    # Compared as shares, since each may have a scale of its own.
     if any(abs(grade.share - grades[0].share) > _NEAR for grade in grades):
         values = ", ".join(f"{grade.share * best:g}" for grade in grades)
         raise UnclearGrade("several", values)
@@ -296,6 +300,7 @@ def _read_labelled(line: str, label: re.Match[str], best: float) -> _Grade | Non
 
     Raises UnclearGrade for a number that is no grade, such as that of "Grade: 7-8".
     """
+    # "Score (0-5): 4" names its scale in the label.
     for top in filter(None, label.groupdict().values()):
         if float(top) != best:
             raise UnclearGrade("scale", grade=float(top), best=best)

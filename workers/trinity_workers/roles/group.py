@@ -81,6 +81,7 @@ class RoleGroup(WorkerGroup):
         made = to_data_proto(collate(groups, padding))
         # collate() fills it with the rewards of the samples, which are 0 here.
         made.pop(batch_keys=list(_UNKNOWN_YET))
+        # veRL's `uid` and its other columns belong to the prompts, and stay with their rows.
         made.non_tensor_batch = {**data.non_tensor_batch}
         made.meta_info = {**data.meta_info}
         return made

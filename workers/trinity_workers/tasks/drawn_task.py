@@ -77,6 +77,7 @@ class DrawnTask(ABC):
 
     def question(self, ordinal: int) -> Question:
         """Return the first draw of the training split, of the draws that belong to the ordinal."""
+        # Draws of its own for each ordinal: a question follows from its ordinal without state.
         draw = 0
         while True:
             question = self._entry(self._index(f"{self.seed}:{ordinal}:{draw}"))
@@ -128,6 +129,7 @@ class DrawnTask(ABC):
             if self._split(question) == split and prompt not in questions:
                 questions[prompt] = question
                 fruitless = 0
+            # In a row: each new question shows that the split has not ended.
             elif (fruitless := fruitless + 1) == _FRUITLESS_DRAWS:
                 raise TooFewQuestions(self.name, split, len(questions), count)
         return list(questions.values())

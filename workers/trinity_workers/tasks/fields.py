@@ -13,6 +13,7 @@ _DEEPEST = 4
 """Levels of a record whose fields an error proposes."""
 _MOST_NAMES = 20
 """Fields that an error names: a record may have thousands."""
+# Names that are compared with the path: difflib is slow, and a record may have thousands.
 _MOST_COMPARED = 1000
 
 
@@ -24,6 +25,7 @@ def read_field(record: Mapping[str, object], path: str) -> object:
         path: Name of the field, or a path such as `reward_model.ground_truth`. A name that has dots
             itself comes before the path.
     """
+    # First: names of Parquet columns and of JSON may have dots themselves.
     if path in record:
         return record[path]
     for place, letter in enumerate(path):

@@ -84,6 +84,7 @@ def load_task(
     sets = sets or {}
     weights = {set_name: settings.weight for set_name, settings in sets.items()}
     questions_by_set: dict[str, list[Question]] = {}
+    # All of them: a user mends the sources at once.
     errors: list[TrinityError] = []
     for set_name, settings in sets.items():
         try:
@@ -226,6 +227,7 @@ def _load_named(name: str, seed: int, options: dict[str, Any], folder: Path) -> 
 def _made(name: str, make: Any, seed: int, options: dict[str, Any]) -> Any:
     try:
         parameters = inspect.signature(make).parameters
+        # Options of the user come last: a seed among them counts.
         if "seed" in parameters:
             options = {"seed": seed, **options}
         inspect.signature(make).bind(**options)

@@ -51,6 +51,7 @@ class WeightedMix:
         for name, weight in weights.items():
             if not (math.isfinite(weight) and weight > 0):
                 raise MixRefused("weight", name, weight)
+        # Exact, and in the order of the names: every process draws the same mix.
         exact = {name: Fraction(weights[name]) for name in sorted(weights)}
         total = sum(exact.values(), Fraction())
         self.shares = {name: weight / total for name, weight in exact.items()}

@@ -144,6 +144,7 @@ def _import(place: str, folder: Path, kind: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
+        # The module itself is missing, or one that it imports: two errors for the user.
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):
             raise ObjectUnusable(
                 kind, name, "import", place, reason=_format_error(error)
@@ -156,6 +157,7 @@ def _import(place: str, folder: Path, kind: str, name: str) -> ModuleType:
 def _search(folder: Path) -> None:
     """Let a user's module import the modules beside it, after all installed ones."""
     if str(folder) not in sys.path:
+        # Last: a user's file must not hide an installed module of its name.
         sys.path.append(str(folder))
 
 

@@ -186,8 +186,10 @@ def _jsonl(path: Path) -> Iterator[object]:
     def lines() -> Iterator[object]:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
+                # Windows writes UTF-16 where it is not told otherwise; the error names it.
                 if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                     raise SourceUnreadable(str(path), "UTF-16")
+                # Editors on Windows begin UTF-8 with a mark, which JSON does not have.
                 text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if text.strip():
                     yield _decoded(text, path, number)
@@ -215,6 +217,7 @@ def _parquet(path: Path) -> Iterator[object]:
     def rows() -> Iterator[object]:
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
+                # In batches: all rows of a file at once would be a second copy as Python objects.
                 for batch in file.iter_batches():
                     yield from batch.to_pylist()
         except pyarrow.lib.ArrowException as error:
@@ -257,6 +260,7 @@ def family_reward(source: str, options: Mapping[str, Any]) -> RewardFunction:
     def reward(question: Question, answer: Answer) -> float:
         if not answer.finished:
             return 0.0
+        # The record as the family made it: verifiers read its metadata.
         entry = {"question": question.prompt, "answer": question.answer, **question.data}
         return float(family.score_answer(answer.text.strip(), entry))
 

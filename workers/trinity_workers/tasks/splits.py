@@ -28,6 +28,7 @@ def split_of(prompt: str) -> Split:
     Upper and lower case are folded together, since verifiers ignore case: "Abe" in training would
     give away a held-out "abe".
     """
+    # By the text alone: a question keeps its split when others are added or removed.
     digest = hashlib.sha256(prompt.casefold().encode()).digest()
     bucket = int.from_bytes(digest[:8], "big") % _BUCKETS
     if bucket < _HELD_OUT_BUCKETS:

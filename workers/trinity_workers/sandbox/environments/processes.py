@@ -151,6 +151,7 @@ class EnvironmentProcesses:
         async with killed_on_error(process):
             try:
                 with anyio.fail_after(START_DEADLINE):
+                    # Nothing is sent first: the child reports by itself that it is loaded.
                     reply = decoded(await process.receive())
             except TimeoutError:
                 where = await process.place()

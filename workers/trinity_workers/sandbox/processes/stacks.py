@@ -65,6 +65,7 @@ class StackFile:
         except ProcessLookupError:
             return ""
         end = time.monotonic() + _PATIENCE
+        # In a thread: the file is polled, as a signal brings no answer.
         return await anyio.to_thread.run_sync(read_answer, self.descriptor, begin, end)
 
     def close(self) -> None:
