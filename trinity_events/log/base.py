@@ -12,6 +12,7 @@ from trinity_schemas.identity import LONGEST_NAME
 
 from .position import ORIGIN
 
+# At least: `commit.lua` trims by whole nodes of the stream (MAXLEN ~), which costs less.
 DEAD_LETTERS_KEPT = 10_000
 """Number of newest dead letters that a run keeps, at least; older ones are trimmed."""
 
@@ -20,6 +21,7 @@ DEAD_LETTER_BYTES = 16 << 10
 _REASON = 1000
 """Characters that are kept of a dead letter's reason."""
 
+# A save that was suspended, or lost the first reply, can still read it. The key then expires.
 GRANT_KEPT = 3600.0
 """Seconds for which a save can read its grant."""
 

@@ -11,6 +11,7 @@ from .position import position
 
 _SETTLED = 0.002
 """Seconds after which the server's clock is past the millisecond of an entry just read."""
+# Largest number of an entry within one millisecond.
 _LAST = 2**64 - 1
 
 Found = tuple[Stream, Entry]
@@ -48,10 +49,13 @@ class MergedReader:
         if not self._pending:
             batch = await self._log.read_blocking(self._after, seconds=seconds, limit=limit)
             self._read(batch)
+            # One stream has its order already, so nothing is held back.
             if not batch or len(self._after) == 1:
                 return batch
             self._pending = batch
         through = max(position(entry.id)[0] for _, entry in self._pending)
+        # Entries of the same millisecond may still come, in either stream, until the clock is past
+        # it.
         await anyio.sleep(_SETTLED)
         reached = await self._read_through(through, limit)
         self._pending.sort(key=stream_order)

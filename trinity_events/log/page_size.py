@@ -38,7 +38,9 @@ class PageSize:
         if not page:
             return 0
         nbytes = sum(len(entry.payload) for entry in page)
+        # Entries of one run are alike in size for a while, so the last page predicts the next.
         fit = self._nbytes * len(page) // max(1, nbytes)
+        # At least one: an entry that is larger than a page is still read.
         self.limit = max(1, min(self._most, fit, _GROWTH * self.limit))
         return nbytes
 

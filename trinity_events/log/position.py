@@ -28,6 +28,7 @@ def position(entry_id: str) -> tuple[int, int]:
     milliseconds, _, number = entry_id.partition("-")
     if not (milliseconds.isdigit() and number.isdigit()):
         raise MalformedEntryId(entry_id)
+    # Numbers, since ids as texts would sort 10-0 before 9-0.
     return int(milliseconds), int(number)
 
 

@@ -54,6 +54,7 @@ def select_leader_folder(leader: bytes | None, mark_bytes: bytes | None) -> byte
         mark = msgspec.json.decode(mark_bytes or b"", type=RootMark)
     except (msgspec.DecodeError, RecursionError):
         return None
+    # The mark outlives its leader on the server; that of a former one says nothing.
     return mark_bytes if leader == str(mark.token).encode() else None
 
 

@@ -64,6 +64,8 @@ def backoff_delays(most: float) -> Iterator[float]:
     """
     span = min(_SHORTEST, most)
     while True:
+        # Full jitter: each delay is drawn from the whole span (AWS Architecture Blog, "Exponential
+        # Backoff And Jitter").
         yield random.uniform(0, span)  # noqa: S311
         span = min(2 * span, most)
 
@@ -95,6 +97,7 @@ def retry_for(
                 on_first_error(error)
         check_cancelled()
         time.sleep(min(pause, remaining))
+    # The generator has no end; without this line the function could return None.
     raise AssertionError("backoff_delays ended")
 
 

@@ -60,6 +60,7 @@ class MemoryEventLog:
         self._timer = timer
         # Held briefly, and never across an await.
         self._lock = threading.Lock()
+        # On the same lock: a grant cannot come between the check of a waiting save and its wait.
         self._granting = threading.Condition(self._lock)
         self._streams = {stream: MemoryStream() for stream in Stream}
         self._reports = MemoryStream()
@@ -133,6 +134,7 @@ class MemoryEventLog:
         """Append accepted reports to the events; return False if another reducer leads."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
+            # The two checks of `accept_reports.lua`.
             if not self._leads(intake.token) or intake.after != self._reported:
                 return False
             for payload in intake.accepted:
@@ -234,6 +236,8 @@ class MemoryEventLog:
             epoch = self._epoch + 1
             first = payload(epoch)  # outside the lock: this calls code of the caller
             with self._lock:
+                # Another opening may have taken the number meanwhile, as on a server
+                # (`open_epoch.lua`).
                 if self._epoch + 1 == epoch:
                     self._epoch = epoch
                     self._add(Stream.EVENTS, first)
@@ -270,6 +274,8 @@ class MemoryEventLog:
         """Write a reducer's step; return False if another reducer leads or is further on."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
+            # The two checks of `commit.lua`: the newest leader, and the position that it folded
+            # from.
             if not self._leads(commit.token) or commit.after != self._position:
                 return False
             for subject in commit.retracted:
@@ -361,6 +367,7 @@ class MemoryEventLog:
         """Renew a process's heartbeat for ``lease`` seconds, from any thread."""
         with self._lock:
             now = self._timer()
+            # Lapsed keys go here; a server removes them by itself.
             self._lapse = {name: until for name, until in self._lapse.items() if until > now}
             self._lapse[incarnation] = now + lease
 
@@ -517,6 +524,7 @@ class MemoryEventLog:
             raise redis.ResponseError(f"NOGROUP no group {group!r} of {stream.value}") from None
 
     def _leads(self, token: int) -> bool:
+        # Token 0 is that of no leader: `lead` returns it while another reducer leads.
         return 0 < token == self._fence
 
     def _bury(self, letter: DeadLetter) -> None:
@@ -538,6 +546,7 @@ class MemoryEventLog:
     def _wake(self) -> None:
         for waiter, loop in self._waiting.items():
             with suppress(RuntimeError):  # its loop was closed: no reader waits on it
+                # The append may be in another thread: a future is touched by its own loop only.
                 loop.call_soon_threadsafe(_done, waiter)
         self._waiting.clear()
 
@@ -545,11 +554,14 @@ class MemoryEventLog:
         """Return the result of ``find``, now or after an append within the time."""
         await anyio.lowlevel.checkpoint()
         loop = asyncio.get_running_loop()
+        # At least a millisecond, as with a server, for which 0 is a wait without end.
         with anyio.move_on_after(max(0.001, seconds)):
             while True:
                 with self._lock:
                     if result := find():
                         return result
+                    # Made under the lock that appends take: no append comes between the look and
+                    # the wait.
                     waiter = loop.create_future()
                     self._waiting[waiter] = loop
                 try:
@@ -616,5 +628,6 @@ class SyncMemoryEventLog(SyncEventLog):
 
 
 def _done(waiter: asyncio.Future[None]) -> None:
+    # A wait that timed out in the meantime has cancelled it.
     if not waiter.done():
         waiter.set_result(None)

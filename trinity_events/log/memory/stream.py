@@ -96,6 +96,7 @@ class MemoryStream(Struct):
 
     def add(self, payload: bytes, milliseconds: int) -> str:
         """Append a payload; its id is above the last one, even if the clock went back."""
+        # As a server does: ids only ever grow.
         at = max((milliseconds, 0), (self.last[0], self.last[1] + 1))
         entry = Entry(entry_id(at), bytes(payload))
         self.last = at
@@ -119,6 +120,7 @@ class MemoryStream(Struct):
     def trim(self, limit: At) -> int:
         """Drop entries below the limit that no group needs; return their number."""
         for group in self.groups.values():
+            # As in `trim.lua`: what a group has not been given or has not acknowledged stays.
             limit = min(limit, group.last, *group.pending)
         dropped = bisect_left(self.positions, limit)
         del self.entries[:dropped], self.positions[:dropped]

@@ -75,6 +75,8 @@ class AsyncPublisher:
         run_id = self.log.run_id
         what = format_unpublished(run_id, event)
         async with self._lock:
+            # The lock may have taken the whole time: an event ahead of this one waits for the
+            # server.
             if time.monotonic() >= give_up:
                 raise PublishError(run_id, what, "what was published before it took too long")
             payload = self._stamp.next(event)

@@ -74,6 +74,7 @@ class Heartbeat:
             heartbeat = _heartbeats.get(publisher.producer.incarnation)
             if heartbeat is None:
                 heartbeat = _heartbeats[publisher.producer.incarnation] = cls(publisher, lease)
+            # The shortest one: the key has to be renewed in time for each of its attempts.
             heartbeat._lease = min(heartbeat._lease, lease)
             return heartbeat
 
@@ -94,6 +95,7 @@ class Heartbeat:
         with self._changed:
             self._on_return = on_return or self._on_return
             if self._thread is None:
+                # A daemon: an attempt that hangs must not keep a process from ending.
                 thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
                 thread.start()
                 self._thread = thread
@@ -124,10 +126,12 @@ class Heartbeat:
                 idle = 0 if self._attempts else idle + 1
             else:
                 pause, idle = next(faults), 0
+            # Events that a server which answers has not taken for a whole lease count as lost (3).
             if self._is_over_within(pause, idle <= self._beats_per_lease) and self._clear():
                 return
 
     def _renew(self) -> bool:
+        # Before the request: the server may take it at once, and a silence must not look shorter.
         sent_at = time.monotonic()
         try:
             self._log.renew_heartbeat(self._incarnation, self._lease)
@@ -144,6 +148,7 @@ class Heartbeat:
         with self._changed:
             self._heard = heard
             self._changed.notify_all()
+        # Outside of the lock: the callback is code of a caller.
         if heard and self._returns:
             self._returns -= 1
             if self._on_return is not None:
@@ -158,6 +163,7 @@ class Heartbeat:
             patient: False to ignore events that the log does not have yet.
         """
         due = time.monotonic() + seconds
+        # A publisher does not say when its backlog is empty: it is looked at, in growing pauses.
         telling = backoff_delays(seconds)
         with self._changed:
             while (remaining := due - time.monotonic()) > 0:
@@ -180,6 +186,7 @@ class Heartbeat:
             # The key expires by itself, and nothing depends on it any more.
             logger.debug("the heartbeat key of run %s was left: %s", self._log.run_id, error)
         with self._changed:
+            # An attempt has begun since: this thread goes on with it, and renews the key at once.
             if self._attempts:
                 return False
             self._thread = self._on_return = self._renewed_at = None
@@ -188,5 +195,6 @@ class Heartbeat:
             return True
 
 
+# Weak: an incarnation that ends leaves nothing here. A running thread keeps its heartbeat.
 _heartbeats: WeakValueDictionary[str, Heartbeat] = WeakValueDictionary()
 _hearts_lock = threading.Lock()

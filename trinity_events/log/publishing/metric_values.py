@@ -58,6 +58,7 @@ def check_metrics(step: int, refused: Mapping[str, str]) -> None:
 
 def _number(value: object) -> float | None:
     try:
+        # Of NumPy and torch, without an import of either: both convert a single element so.
         item = getattr(value, "item", None)
         plain = item() if callable(item) else value
         # Decimals and fractions are numbers, too; text has no __float__.

@@ -65,6 +65,7 @@ EXIT_DEADLINE = 5.0
 """Seconds that an exiting process waits for the events that its publishers still buffer."""
 LINGER = 5.0
 """Seconds for which the sending thread keeps an idle publisher without another user."""
+# Events, and bytes, of one script: it holds up the server's other clients while it runs.
 _AT_ONCE = 512
 _BYTES_AT_ONCE = 1 << 20
 
@@ -225,6 +226,7 @@ class Publisher:
         self._refused = 0  # number of the last refused attempt
         self._hurried = False
         self._closed = False
+        # For the exit of the process, which closes what is open then.
         _open.add(self)
 
     @cached_property
@@ -266,9 +268,11 @@ class Publisher:
                 raise self._refusal(event, CLOSED)
             if self._is_refused:
                 raise self._refusal(event, f"the server refuses this user: {self._delay_reason}")
+            # Under the lock: the order of the numbers is that of the outbox (2).
             payload = self._stamp.next(event)
             try:
                 self._enqueue(event, payload)
+            # Also for an interrupt by the user: a number without an event would be a gap (1).
             except BaseException:
                 self._stamp.undo()
                 raise
@@ -305,6 +309,7 @@ class Publisher:
             self.flush(deadline)
         finally:
             with self._changed:
+                # After the flush: the thread stops at once, and drops what is left.
                 self._closed = True
                 thread = self._thread
                 self._changed.notify_all()
@@ -312,6 +317,7 @@ class Publisher:
                 thread.join(max(0.0, give_up - time.monotonic()))
 
     def _enqueue(self, event: Event, payload: bytes) -> None:
+        # A log in this process takes the event at once: it needs no thread.
         if not self.log.remote:
             self._append([payload])
             return
@@ -390,6 +396,7 @@ class Publisher:
             self._hurried = False
 
     def _hurry(self) -> None:
+        # A flush cuts the pause after a fault short: the server may be back.
         self._hurried = len(self._outbox) > 0
         self._changed.notify_all()
 
@@ -421,6 +428,7 @@ class Publisher:
 def _send_for(reference: ReferenceType[Publisher]) -> None:
     """Send for a publisher until it is closed, or nothing else refers to it."""
     while (publisher := reference()) is not None and publisher._send():
+        # Let go of it between two sends, so that the thread of a publisher without a user ends.
         del publisher
 
 

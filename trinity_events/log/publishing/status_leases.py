@@ -74,6 +74,8 @@ def renewing_explorer_lease(
         try:
             yield
         finally:
+            # Before the event: from here on the heartbeat's thread publishes no "running" behind
+            # it.
             has_stopped = True
             publisher.publish(ExplorerStatusChanged(status="stopped"))
 

@@ -68,9 +68,11 @@ async def delete_run(client: redis.asyncio.Redis, run_id: str, last: str) -> int
     if deleted == -2:
         raise RunInUse(run_id, "published", last)
     connection: Any = client
+    # Keys whose names have an incarnation or a save in them: no list of them exists.
     pattern = keys.events.removesuffix("events") + "*"
     rest = [key async for key in connection.scan_iter(match=pattern, count=_AT_ONCE)]
     for begin in range(0, len(rest), _AT_ONCE):
+        # UNLINK, as DEL would free the memory in the one thread that serves all clients.
         deleted += await connection.unlink(*rest[begin : begin + _AT_ONCE])
     async with naming_wrong_type(client, RUN_INDEX, "stream"):
         listed = await connection.xrange(RUN_INDEX)

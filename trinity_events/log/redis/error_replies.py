@@ -50,6 +50,7 @@ def reply_text(error: BaseException) -> str:
     """Return the error as text; a reply has its code, and its way out if one is known."""
     text = _IN_SCRIPT.sub("", str(error)).rstrip(".")
     for code, of_type, way_out in _KNOWN:
+        # redis-py cuts the code off where it has a type for the error.
         begins = is_reply(error) and text.startswith(f"{code} ")
         if begins or (of_type is not None and isinstance(error, of_type)):
             return f"{text if begins else f'{code} {text}'}: {way_out}"

@@ -92,6 +92,7 @@ class RedisEventLog(RedisGroups):
         reply = await self._redis.xread(
             {key: after[stream] for key, stream in streams.items()},
             count=limit,
+            # For a server, 0 is a wait without end.
             block=max(1, int(seconds * 1000)),
         )
         return [
@@ -131,6 +132,7 @@ class RedisEventLog(RedisGroups):
         while True:
             keys = [self.keys.epoch, self.keys.events]
             reply = await self._run("open_epoch", keys=keys, args=[epoch, payload(epoch)])
+            # Else the reply is the counter, which another opening has raised in between.
             if int(reply) < 0:
                 return epoch
             epoch = int(reply) + 1
@@ -170,6 +172,7 @@ class RedisEventLog(RedisGroups):
         A key of another type raises KeyConflict, and nothing is written.
         """
         keys = self.keys
+        # The order is that in the head of `commit.lua`.
         args: list[Any] = [commit.token, commit.after, commit.position, commit.snapshot or b""]
         args += (DEAD_LETTERS_KEPT, int(GRANT_KEPT * 1000))
         args += (len(commit.retracted), *commit.retracted, len(commit.announcements))
@@ -253,6 +256,7 @@ class RedisEventLog(RedisGroups):
         """Return the seconds left of each heartbeat that has not lapsed, by incarnation."""
         ids, remaining = list(incarnations), list[int]()
         for first in range(0, len(ids), _HEARTBEATS_AT_ONCE):
+            # A transaction would hold up all other clients for the whole page.
             async with self._redis.pipeline(transaction=False) as pipeline:
                 for incarnation in ids[first : first + _HEARTBEATS_AT_ONCE]:
                     pipeline.pttl(heartbeat_key(self.run_id, incarnation))
@@ -269,6 +273,7 @@ class RedisEventLog(RedisGroups):
 
     async def notify_promoted(self) -> None:
         """Wake the readers that wait for a folder to get its final name."""
+        # A stream of one entry: a reader can wait on it, and sees a promotion from before its wait.
         await self._redis.xadd(self.keys.promoted, {FIELD: b""}, maxlen=1, approximate=False)
 
     async def promoted_after(self, after: str, *, seconds: float) -> str:
@@ -324,6 +329,7 @@ class RedisEventLog(RedisGroups):
         if not await self._redis.exists(self._key(stream)):
             return None
         info = await self._redis.xinfo_stream(self._key(stream))
+        # The server counts what was ever added: a shorter stream was trimmed.
         if info["entries-added"] == info["length"]:
             return None
         first = info["first-entry"]
@@ -354,6 +360,7 @@ class RedisEventLog(RedisGroups):
 
     async def get_leader_folder(self) -> bytes | None:
         """Return the leader's description of its folder; None without a leader or description."""
+        # In one request: both are of one moment.
         return select_leader_folder(*await self._redis.mget(self.keys.leader, self.keys.folder))
 
     async def renew(self, token: int, lease: float) -> bool:

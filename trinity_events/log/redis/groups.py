@@ -66,6 +66,7 @@ class RedisGroups:
             block=max(1, int(seconds * 1000)),
         )
         new_entries = [entry for _, pairs in reply or () for entry in entries(pairs)]
+        # The server has reset the idle time with the entries that it gave.
         if new_entries:
             self._traces[stream, group, member] = time.monotonic()
         return new_entries

@@ -43,6 +43,7 @@ _NO_NUMBER = "value is not an integer"
 def naming_key_conflicts(log: type[C]) -> type[C]:
     """Make the methods of a log raise KeyConflict if the server reports a wrong type."""
     for name, method in list(vars(log).items()):
+        # Private methods run inside of public ones, which name the conflict.
         if iscoroutinefunction(method) and not name.startswith("_"):
             setattr(log, name, _naming(method))
     return log

@@ -9,6 +9,7 @@ from ..base import Entry
 FIELD = b"e"
 """Field of a stream entry that holds the event."""
 
+# Bound once, as the constructor of a named tuple is a Python function: a call for each entry.
 _new = tuple.__new__
 
 

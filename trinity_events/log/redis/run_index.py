@@ -34,6 +34,7 @@ async def list_runs(client: redis.asyncio.Redis) -> dict[str, float]:
     for entry_id, fields in reply:
         run_id = run_of_listing(fields)
         if run_id is not None:
+            # Inserted again: the order is that of the last opening.
             runs.pop(run_id, None)
             runs[run_id] = int(entry_id.partition(b"-")[0]) / 1000
     return runs
@@ -77,11 +78,14 @@ async def watch_runs(
     connection: Any = client
     while True:
         async with naming_wrong_type(client, RUN_INDEX, "stream"):
+            # Three seconds, below the deadline of a socket (`server/clients.py`).
             reply = await connection.xread({RUN_INDEX: after}, count=1000, block=3000)
         for _, listings in reply or ():
             for entry_id, fields in listings:
                 if renumbering and not is_from_a_clock(entry_id.decode()):
                     await renumber_index(client)
+                    # The ids from here on have changed: the next read begins after the last listing
+                    # before.
                     break
                 after = entry_id.decode()
                 run_id = run_of_listing(fields)

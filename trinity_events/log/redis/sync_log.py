@@ -87,6 +87,8 @@ class SyncEventLog:
         """
         until = time.monotonic() + seconds
         while True:
+            # In pieces below the deadline of a socket: the client would take a longer one for a
+            # fault.
             remaining = max(0.001, min(_LONGEST_WAIT, until - time.monotonic()))
             waited = max(1, int(remaining * 1000))
             with self._used() as client:
