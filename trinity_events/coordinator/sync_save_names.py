@@ -47,7 +47,6 @@ class SyncSaveNames:
             number = next(number for number in range(len(numbers) + 1) if number not in numbers)
             numbers.add(number)
             while len(self._numbers) > _MOST_PLACES:
-                # The oldest place: dicts keep the order of insertion.
                 del self._numbers[next(iter(self._numbers))]
         try:
             # Without the lock: other threads save while this save runs.

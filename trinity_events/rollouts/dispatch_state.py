@@ -208,7 +208,6 @@ class DispatchState:
         for ordinal in ordinals:
             if ordinal in self.earlier_answers:
                 self.arrived[ordinal] = self.earlier_answers.pop(ordinal)
-        # An ordinal that an earlier epoch answered needs no request.
         return [ordinal for ordinal in ordinals if ordinal not in self.arrived]
 
     def split(
@@ -257,7 +256,6 @@ class DispatchState:
     ) -> OutgoingRequest:
         self.number += 1
         open_request = self.open_requests[ordinal]
-        # The reason belongs to the attempt before.
         open_request.refusal = None
         if earlier is None:  # Nothing can keep it from being written.
             open_request.number, open_request.versions = self.number, versions

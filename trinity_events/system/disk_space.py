@@ -8,5 +8,4 @@ from pathlib import Path
 
 def get_free_disk_bytes(path: Path) -> int:
     """Return the free bytes where a path is, or would be made. Raises OSError."""
-    # The nearest existing parent is on the disk on which the path would be made.
     return shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free

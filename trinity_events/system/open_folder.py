@@ -224,7 +224,6 @@ class OpenFolder:
         except OSError:  # absent, or owned by another user
             return False
         try:
-            # Held by its writer, which lives.
             if not try_lock(descriptor):
                 return True
             if self._is_at(descriptor, part):

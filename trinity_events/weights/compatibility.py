@@ -37,12 +37,14 @@ def find_targets(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     Raises IncompatibleWeights for a tensor on the meta device, which has no memory to fill.
     """
+    # With duplicates: a version may name a tied tensor by either name.
     targets: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
     # Some wrappers use plain names only in a state dict.
     saved = {plain_name(name) for name in (module.state_dict(keep_vars=True) if buffers else ())}
     targets |= {name: buffer for name, buffer in buffers.items() if plain_name(name) in saved}
     wrapped = {plain_name(name): target for name, target in targets.items() if _MARK in name}
+    # Both names stay, since a publisher may be wrapped in another way than the reader.
     targets = wrapped | targets
     if _is_data_parallel(targets):
         bare = {name: plain_name(name).removeprefix(_DATA_PARALLEL) for name in targets}
@@ -109,6 +111,7 @@ def compatible_target(
         )
     if is_freed(target):
         raise UnfillableTensor(name, fault="freed")
+    # A DTensor: this rank has a shard of it, and a copy of the whole does not fit.
     if type(target) is not torch.nn.Parameter and hasattr(target, "full_tensor"):
         raise UnfillableTensor(name, fault="spread")
     return target
@@ -167,12 +170,14 @@ def find_ties(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> di
 
 def find_duplicates(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> list[list[str]]:
     """Group the names that are one tensor in the model, such as tied embeddings."""
+    # The fast path for models of many tensors: different addresses mean no duplicates.
     if len(set(map(torch.Tensor.data_ptr, map(targets.__getitem__, names)))) == len(names):
         return []
     groups: dict[object, list[str]] = {}
     for name in names:
         target = targets[name]
         if target.numel():
+            # A subclass without an address is compared as an object.
             place = _place(target) if target.data_ptr() else id(target)
             groups.setdefault(place, []).append(name)
     return [sorted(group) for group in groups.values() if len(group) > 1]
@@ -205,6 +210,7 @@ class _Memory:
                 self._places.add(_place(tensor))
         spans.sort()
         self._begins = [begin for begin, _ in spans]
+        # Ranges may overlap: for each one the furthest end of all before it.
         self._ends = list(accumulate((end for _, end in spans), max))
 
     def has(self, tensor: torch.Tensor) -> bool:
@@ -227,6 +233,7 @@ def _place(tensor: torch.Tensor) -> _Place:
 def _reach(tensor: torch.Tensor) -> int:
     """Return the number of bytes from the first element to the end of the last."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
+    # Strides count elements, and the result bytes.
     return (sum((size - 1) * step for size, step in steps) + 1) * tensor.itemsize
 
 
@@ -234,6 +241,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     """Return True if the elements are dense in memory, in any order of the dimensions."""
     if tensor.is_contiguous():
         return True
+    # Dimensions from the slowest to the fastest: dense then means contiguous.
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order).is_contiguous()
 
@@ -261,11 +269,13 @@ class ModuleFingerprint:
     def find_unchanged(self, module: torch.nn.Module) -> list[torch.Tensor] | None:
         """Return the tensors, or None if the module, or a tensor's form or memory, has changed."""
         modules, tensors = _resolve(self._modules), _resolve(self._tensors)
+        # A freed object may have left its address to another tensor.
         if modules is None or tensors is None or modules[0] is not module:
             return None
         names, members = _members(modules)
         same_module = (
             names == self._names
+            # Identity: comparing tensors by value would read the whole model.
             and all(map(is_, members, map(call, self._members)))
             and list(map(_NOT_SAVED, modules)) == self._not_saved
         )

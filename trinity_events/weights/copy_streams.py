@@ -77,6 +77,7 @@ class CudaCopyStream:
 
     def begin(self) -> None:
         """Order the next copies after the current stream."""
+        # Without it the copy may read a tensor before the kernel that computes it has run.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -85,6 +86,8 @@ class CudaCopyStream:
             target.copy_(source, non_blocking=True)
         for tensor in (target, source):
             if tensor.is_cuda:
+                # The allocator knows the stream of a tensor's creation alone, and would reuse its
+                # memory.
                 tensor.record_stream(self._stream)
 
     def mark(self) -> torch.cuda.Event:
@@ -95,6 +98,7 @@ class CudaCopyStream:
 
     def wait(self, mark: torch.cuda.Event) -> None:
         """Wait for the event, and for no other work of the GPU."""
+        # Not a synchronisation of the stream, which would wait for copies begun since.
         mark.synchronize()
 
     def hold_back(self, mark: torch.cuda.Event) -> None:
@@ -107,6 +111,7 @@ def get_copy_stream(device: torch.device) -> CopyStream:
     return _cuda_copy_stream(device) if device.type == "cuda" else HostCopyStream()
 
 
+# One stream for each device: copies of different callers keep their order.
 @lru_cache
 def _cuda_copy_stream(device: torch.device) -> CudaCopyStream:
     return CudaCopyStream(device)

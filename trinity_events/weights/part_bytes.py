@@ -31,6 +31,7 @@ class PartBytes:
         ]
         self.on_host = all(piece.is_cpu for piece in self._pieces)
         """True if all bytes are in host memory."""
+        # The pieces keep their memory alive, so that the addresses stay valid.
         self._addresses = [piece.data_ptr() for piece in self._pieces]
         self._typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         """Views of the pieces as elements of a dtype, by piece number and dtype."""
@@ -45,6 +46,7 @@ class PartBytes:
 
     def addresses(self, begins: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """Return the addresses of many ranges of bytes. Raises as :meth:`address`."""
+        # One check for all ranges, instead of a search for each.
         if len(self._pieces) == 1 and max(map(add, begins, sizes), default=0) <= self._ends[0]:
             return list(map(self._addresses[0].__add__, begins))
         return list(map(self.address, begins, sizes))
@@ -65,6 +67,7 @@ class PartBytes:
         if not count:
             return torch.empty(shape, dtype=dtype, device="cpu")
         at, inside = self._find(begin, count * itemsize)
+        # Parts of this version align their tensors; files of other programs need not.
         if inside % itemsize or self._addresses[at] % itemsize:
             data = self._pieces[at][inside : inside + count * itemsize]
             return data.clone().view(dtype).view(shape)

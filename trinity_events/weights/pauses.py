@@ -50,6 +50,7 @@ def publish_pause(
         publisher,
         GenerationPaused(version=version, mode=mode, in_flight=in_flight, lease=lease),
     )
+    # Out of service until the block has ended, whatever ends it.
     began, serves = time.monotonic(), None
     try:
         yield pause

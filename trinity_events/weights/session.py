@@ -44,6 +44,7 @@ class Session:
         self._publishers.callback(log.close)
         producer = new_producer(settings.role, settings.rank)
         publisher = Publisher(log, settings.epoch, producer, deadline=settings.deadline)
+        # After the log's, and so closed before it: it has events to write.
         self._publishers.callback(publisher.close)
         return publisher
 
@@ -72,5 +73,6 @@ class Session:
     def _connect_weights(self) -> redis.Redis:
         """Connect to the server of the chunks."""
         log = self.log_url
+        # Held until close(): an embedded server ends with its last user.
         url = self._servers.enter_context(serving_weights(self.settings.weights_url, log))
         return open_client(url, setting=LOG_SERVER if url == log else WEIGHTS_SERVER)

@@ -92,6 +92,7 @@ def coverage_error(target: TensorSlice, boxes: Sequence[TensorSlice]) -> Coverag
                 break
             if intersection(part, other) is not None:
                 return CoverageFault(twice_at=max(part.offsets, other.offsets))
+    # Parts without an overlap cover the target exactly if their volumes add up.
     missing = target.volume - sum(part.volume for part in parts)
     return CoverageFault(missing=missing, volume=target.volume) if missing else None
 
@@ -113,6 +114,7 @@ def contiguous_runs(
     last = len(inner.shape)
     while last and inner.shape[last - 1] == source_box.shape[last - 1] == outer.shape[last - 1]:
         last -= 1
+    # One dimension more than equal ones is contiguous: its part is a range of whole rows.
     split = max(0, last - 1)
     places = [
         [
@@ -136,6 +138,7 @@ def find_chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 
     The last chunks may be shorter, or empty.
     """
+    # torch.chunk rounds up, so that the last chunks are the short ones.
     most = -(-size // parts)
     begin = min(size, most * index)
     return begin, min(size, begin + most) - begin

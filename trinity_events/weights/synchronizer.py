@@ -174,8 +174,10 @@ class Synchronizer:
 
         Raises PublishError when the log did not accept all events.
         """
+        # While the log is open: it says that the running parts were given up.
         self._publisher.give_up()
         session = self._session
+        # Before the close, which may raise: the client stays usable.
         self._open(self.settings)
         session.close()
 
@@ -284,6 +286,7 @@ class Synchronizer:
         self._session.events.publish(
             StepCommitted(step=global_step, kind="weights", metrics=numbers)
         )
+        # Last: a metric that is no number must not cost the version its commit.
         check_metrics(global_step, refused)
 
     # --- pulling ---------------------------------------------------------------------------
@@ -391,10 +394,12 @@ class Synchronizer:
         )
         with announced as events:
             for event in events:
+                # Checkpoints and state dicts of the run are announced on the same stream.
                 if event.kind != "weights":
                     continue
                 try:
                     phases = self.apply(module, event.event, cast=cast)
+                # A slow reader: the version was retired, so that a newer one is ready or comes.
                 except VersionUnavailable:
                     continue
                 yield event.event, phases

@@ -16,6 +16,7 @@ from typing_extensions import Buffer
 from .copy_streams import on_host
 from .errors import UnpublishableDtype
 
+# Exact types: a subclass may wrap its elements, and its address mean nothing.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -106,6 +107,7 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor row-major on its device; a DTensor is gathered as in :func:`as_plain`."""
+    # By name: importing DTensor loads torch.distributed.
     gather = getattr(tensor, "full_tensor", None)
     if gather is not None:
         tensor = gather()
@@ -141,6 +143,7 @@ def address(memory: memoryview) -> int:
 
 def copy_bytes(target: int, source: int, nbytes: int) -> None:
     """Copy between two addresses, with the GIL released."""
+    # ctypes releases the GIL for a call of a foreign function.
     ctypes.memmove(target, source, nbytes)
 
 
@@ -182,6 +185,7 @@ class FormCheck:
         self._guards: Any = None
         # The mode of the caller would change what torch compares.
         with torch.inference_mode(False), suppress(ImportError):
+            # Private API of torch, which has no public form of this check.
             from torch._C._dynamo.guards import TensorGuards
 
             sized = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
@@ -201,6 +205,7 @@ def digest(data: Buffer, *more: Buffer) -> str:
     Several pieces are digested as one.
     """
     if not more:
+        # One call for one piece, without a state: most chunks are one piece.
         return f"xxh3:{xxhash.xxh3_128_hexdigest(data)}"
     pieces = Digesting()
     for piece in (data, *more):

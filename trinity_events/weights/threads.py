@@ -9,6 +9,7 @@ from typing import TypeVar
 
 _WORTH = 8 << 20
 """Bytes from which several threads save time."""
+# More threads share the same memory bus, and training needs the other cores.
 _MOST = 4
 """Maximum number of threads."""
 
@@ -28,7 +29,10 @@ def in_threads(do: Callable[[Sequence[Job]], None], jobs: Sequence[Job], nbytes:
         do(jobs)
         return
     with ThreadPoolExecutor(threads - 1) as pool:
+        # Interleaved, so that shares are about equal where sizes rise or fall.
         others = [pool.submit(do, jobs[index::threads]) for index in range(1, threads)]
+        # The caller's thread takes a share too, instead of waiting.
         do(jobs[::threads])
     for other in others:
+        # After the pool: all shares have ended before an error leaves, and none writes later.
         other.result()

@@ -118,6 +118,7 @@ class VersionReader:
             return store.prefetch(parts, stop, deadline, on_part)
         finally:
             if into is not None:
+                # Also after an error: unverified bytes of a version may be in the module.
                 self._partial.add(into, self._speculative.written_names)
 
     @contextmanager
@@ -125,6 +126,7 @@ class VersionReader:
         self, ready: StepReady, selection: Selection | None = None, have: Collection[str] = ()
     ) -> Iterator[PulledVersion]:
         """Implement :meth:`Synchronizer.pull`."""
+        # The caller may change the module between, so that chunks written before count for nothing.
         self._speculative.abandon()
         with self._publishing_refusals(ready), ExitStack() as opened:
             with self._reporting_wait(ready):
@@ -180,6 +182,7 @@ class VersionReader:
             logger.warning(
                 "step %d: pulling the version again with its base: %s", ready.step, differs
             )
+            # Without what the model was thought to hold: its weights were changed by other code.
             return apply(())
 
     def _reporting_wait(self, ready: StepReady) -> AbstractContextManager[object]:
@@ -204,13 +207,17 @@ class VersionReader:
             manifests = [manifest for manifest, _ in version.parts]
             fit, names = check_fit(module, version, cast=cast), version.names
             fetched = time.monotonic()
+            # From here on the model may hold bytes of two versions.
             self._installed.forget()
+            # The engine stands still only for copies: all was fetched and checked before.
             with install_context(), self._partial.until_whole(module, names):
                 held_at = time.monotonic()
                 install(fit)
                 proof = check_installed(module, manifests, selection, cast=cast, checks=checks)
                 pause = time.monotonic() - held_at
             if cast and is_cast(find_targets(module), manifests):
+                # Converted bytes are not those of a chunk, which cannot be written in place next
+                # time.
                 self._speculative.forget()
             elif selection is None and ready.kind == "weights":
                 self._installed.record(module, ready, version)
@@ -305,5 +312,6 @@ class VersionReader:
         )
         try:
             self._session.events.publish(event)
+        # The refusal itself is what the caller must see.
         except Exception:
             logger.exception("step %d: the refusal could not be published", ready.step)

@@ -19,6 +19,7 @@ from ..reading.pull import Piece, Selection, selected_slice, shares
 from ..slices import TensorSlice, contiguous_runs
 from ..tensors import DTYPES
 
+# A plan needs the places of the pieces, not their bytes, which have not been read yet.
 _NOWHERE = PartBytes([])
 
 
@@ -115,12 +116,15 @@ def plan_copies(
         entries, filled, _ = parts[number]
         for entry in manifest.tensors:
             name = entry.name
+            # Whole tensors stay in plain lists: an object for each of many thousands costs more
+            # than its copy.
             if selection is None and entry.begins is None and name not in whole:
                 whole.add(name)
                 entries.append(entry)
                 filled.append(compatible_target(targets, name, entry.dtype, entry.shape, cast=cast))
             else:
                 pieces.setdefault(name, []).append((number, Piece(entry, _NOWHERE)))
+    # A name that came before, as a whole tensor or as shards of other ranks.
     for name in pieces.keys() & whole:
         raise UnassembledTensor(name, fault="twice")
     for name in selection or ():
@@ -133,6 +137,7 @@ def plan_copies(
     names: Collection[str] = whole | pieces.keys() if selection is None else selection.keys()
     subset = any(manifest.subset for manifest in manifests)
     if selection is None and not subset and len(names) < len(targets):
+        # A version that leaves out a tensor would leave old bytes in the model.
         check_covered(targets, names)
     return CopyPlan(parts, find_duplicates(targets, names))
 
@@ -149,6 +154,7 @@ def _plan_slices(
     shards = [piece for _, piece in pieces]
     target_box = selected_slice(name, shards, box)
     target = compatible_target(targets, name, shards[0].entry.dtype, target_box.shape, cast=cast)
+    # By identity: equal pieces may come from two parts.
     numbers = {id(piece): number for number, piece in pieces}
     for inner, piece in shares(name, shards, target_box):
         shared = SharedSlice(piece.box, target_box, inner)

@@ -28,10 +28,12 @@ class CopyTarget:
     """
 
     def __init__(self, target: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        # Autograd refuses writes in place to a leaf that requires gradients.
         self._target = target.detach()
         self._dtype = dtype or target.dtype
         self._alike = target.dtype == self._dtype
         self._plain = self._alike and is_plain(self._target)
+        # Counted, because chunks end in any order, in several threads.
         self._remaining_bytes = target.numel() * self._dtype.itemsize
         self._filled = self._target if self._plain else _NOTHING
         """The tensor that receives the bytes: the model's tensor, or the host buffer."""
@@ -53,6 +55,7 @@ class CopyTarget:
 
     def write(self, at: int, source: int, nbytes: int) -> None:
         """Copy verified bytes from an address to offset ``at``."""
+        # Its memory exists from the start; a host buffer is allocated with the first byte.
         if not self._plain:
             self._begin()
         copy_bytes(self._filled.data_ptr() + at, source, nbytes)
@@ -72,7 +75,7 @@ class CopyTarget:
         """
         if self._alike and is_row_major(self._target):
             with torch.inference_mode(self._target.is_inference()):
-                flat_bytes(self._target)[at : at + len(data)].copy_(data)
+                flat_bytes(self._target)[at : at + len(data)].copy_(data)  # uint8 (bytes,)
         else:
             as_buffer(self.memory_at(at, len(data))).copy_(data)
             self.count_copied(len(data))
@@ -88,6 +91,7 @@ class CopyTarget:
                 mode = torch.inference_mode(self._target.is_inference())
                 with mode, torch.no_grad(), self._stream:
                     self._target.copy_(self._filled)
+                # Released at once, so that a load holds host memory for few tensors at a time.
                 self._filled, self._memory = _NOTHING, None
 
     def _begin(self) -> None:
@@ -114,6 +118,8 @@ class ByteRange(NamedTuple):
 
 def about_to_change(module: torch.nn.Module) -> None:
     """Inform autograd that the parameters change."""
+    # Copies by address are hidden from autograd: a later backward would use changed weights
+    # unnoticed.
     torch.autograd.graph.increment_version(
         [parameter for parameter in module.parameters() if not parameter.is_inference()]
     )
@@ -147,6 +153,7 @@ def by_chunk(
         for run in planned.runs():
             first, at, remaining = run
             while remaining:
+                # Chunks without wanted bytes are passed over, and never read.
                 while first >= end:
                     if ranges:
                         yield index, ranges

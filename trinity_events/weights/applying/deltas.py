@@ -40,6 +40,7 @@ class InstalledBases:
 
     def record(self, module: torch.nn.Module, ready: StepReady, version: PulledVersion) -> None:
         """Record that the model holds the whole version."""
+        # Weak: an explorer may replace its model, and must be able to free the old one.
         self._module = weakref.ref(module)
         self._fulls = frozenset(
             manifest.base.manifest_digest if manifest.base else announced.manifest_digest
@@ -64,6 +65,7 @@ def check_delta(target: torch.Tensor, piece: Piece) -> tuple[torch.Tensor | None
     entry, buffer, base = piece
     source = None if base is None else get_base(entry, base)
     delta = get_delta(entry, buffer)
+    # Verified without a write: a model that serves keeps its weights if the delta is wrong.
     if not makes(entry, target if source is None else source, delta):
         if source is None:
             raise ModelDiffers(tensor=entry.name, fault="delta")
@@ -74,13 +76,15 @@ def check_delta(target: torch.Tensor, piece: Piece) -> tuple[torch.Tensor | None
 def overlay(target: torch.Tensor, delta: memoryview) -> None:
     """Apply a delta to a tensor of any strides, on any device."""
     itemsize = target.element_size()
+    # Positions count elements in row-major order.
     if not target.is_contiguous():
         copied = target.detach().cpu().contiguous()
         overwrite(words(as_bytes(copied), itemsize), delta)
         target.detach().copy_(copied)  # a tensor made in inference mode is written only so
         return
-    flat = target.detach().reshape(-1).view(_SIGNED[itemsize])
+    flat = target.detach().reshape(-1).view(_SIGNED[itemsize])  # (elements,), bits and not numbers
     for start, positions, values in decode_delta(delta, flat.numel(), itemsize):
-        where = torch.from_numpy(positions + start).to(flat.device)
+        where = torch.from_numpy(positions + start).to(flat.device)  # (changed,)
+        # A copy, because torch warns about read-only memory.
         new = torch.frombuffer(bytearray(values), dtype=flat.dtype).to(flat.device)
         flat[where] = new

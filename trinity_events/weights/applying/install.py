@@ -118,9 +118,12 @@ class _KnownFit(NamedTuple):
         same_layout = (
             len(version.parts) == len(self.entries)
             and all(
+                # Identity suffices: manifests with the same entries share them as one object
+                # (decode_manifest).
                 manifest.tensors is entries and buffer.on_host
                 for (manifest, buffer), entries in zip(version.parts, self.entries, strict=True)
             )
+            # A subset need not cover the model, which a full version has to.
             and _is_subset(version) == self.subset
             and version.selection == self.selection
         )
@@ -182,6 +185,7 @@ def _save_plan(
     """Remember the plan of a module, or forget the last one if this one cannot be used again."""
     _last_fits.pop(module, None)
     tensors = distinct(targets.values())
+    # Deltas are checked against the model's bytes each time, so their fit cannot be used again.
     full = all(manifest.base is None for manifest, _ in version.parts)
     if full and plan.is_plain and all(map(is_row_major, tensors)):
         numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
@@ -252,6 +256,7 @@ def _fit(plan: _FitPlan, version: PulledVersion) -> Fit:
     for first, *rest in plan.twice:
         content = _content(version, first)
         for other in rest:
+            # One memory cannot hold two tensors: the second copy would silently win.
             if _content(version, other) != content:
                 raise UnfillableTensor(first, fault="tied", other=other)
     return fit
@@ -275,6 +280,7 @@ def _is_bytes(entry: TensorEntry, target: torch.Tensor, buffer: PartBytes) -> bo
         and target.dtype == DTYPES[entry.dtype]
         and (target.is_cpu or target.is_cuda)
         and is_row_major(target)
+        # A tensor of inference mode has no version counter to increment.
         and not target.is_inference()
     )
 
@@ -288,6 +294,7 @@ def _fit_view(fit: Fit, planned: PlannedSlice, piece: Piece) -> None:
     alike, dense = target.dtype == planned.dtype, piece.entry.encoding == "dense"
     if not alike and not dense and piece.base is None:
         raise ModelDiffers(tensor=piece.entry.name, fault="dtype", dtype=str(target.dtype))
+    # A slice of a delta is no delta: the piece is assembled whole, and cut then.
     if shared is not None and shared.inner != shared.part_box:
         fit.pairs.append((view, piece.tensor()[shared.inner.inside(shared.part_box)]))
         return
@@ -330,6 +337,7 @@ def install(fit: Fit) -> None:
     Plain copies go by address: torch's copy costs many times a small memmove, and is slower than
     the C library for large copies. The engine is paused meanwhile, so all cores may help.
     """
+    # Small copies go in one call without a step of Python for each; threads would cost more.
     small = [nbytes < _LARGE for nbytes in fit.copies.sizes]
     copy_all(*(compress(column, small) for column in fit.copies))
     if not all(small):
@@ -337,11 +345,13 @@ def install(fit: Fit) -> None:
         pieces = [piece for copy in zip(*large, strict=True) for piece in _pieces(*copy)]
         in_threads(_copy_some, pieces, sum(nbytes for _, _, nbytes in pieces))
     if fit.changed:
+        # Copies by address do not pass autograd, which must see that the weights changed.
         torch.autograd.graph.increment_version(fit.changed)
     with torch.no_grad():
         for copies, targets, sources in fit.on_devices:
             copies.run(targets, sources)
         copy_pairs(fit.pairs)
+        # Last: a delta overwrites elements of the base that was just copied.
         for target, delta in fit.deltas:
             overlay(target, delta)
 
@@ -374,6 +384,7 @@ def adopt(module: torch.nn.Module, version: PulledVersion) -> None:
                 in_model=str(targets[name].device),
                 in_version=str(tensor.device),
             )
+    # Only now, after all checks: a model that is half rebound would serve two versions.
     for name, tensor in came.items():
         _rebind(targets[name], tensor)
     for name, other in others.items():

@@ -100,14 +100,18 @@ def load_version(  # noqa: PLR0913  # options of a load, each by its name
             )
             for announced in ready.parts
         ]
+        # A delta needs the base that a load would overwrite; refused before any byte is written.
         if any(part.manifest.base is not None for part in parts):
             raise BaseRequired("delta")
         manifests = [part.manifest for part in parts]
+        # Sources whose bytes are not in this process's memory, where speculative chunks cannot be
+        # compared.
         elsewhere = (ZeroCopySource, TensorSource)
         in_memory = not any(isinstance(part.source, elsewhere) for part in parts)
         refs = [part.ref for part in parts]
         names = names_in(manifests) if selection is None else selection.keys()
         torn = torn or PartialLoads()
+        # Speculative chunks were copied as bytes, which are not those of the module's dtype.
         if cast and ahead and is_cast(find_targets(module), manifests):
             ahead.forget()
         if (
@@ -116,6 +120,7 @@ def load_version(  # noqa: PLR0913  # options of a load, each by its name
             and ahead
             and ahead.matches_prediction(refs, module, manifests)
         ):
+            # Recorded before the first write: after a failure the module is known to be torn.
             with torn.until_whole(module, names):
                 about_to_change(module)
                 for part in parts:
@@ -124,6 +129,7 @@ def load_version(  # noqa: PLR0913  # options of a load, each by its name
             return FilledModule(manifests, proof)
         targets = find_targets(module)
         plan = plan_copies(targets, manifests, selection, cast=cast)
+        # Whether both names bring equal bytes is known only after a pull.
         if plan.twice:
             raise BaseRequired("tied")
         destinations = copy_targets(plan)
@@ -149,6 +155,7 @@ def _fill(part: OpenPart, plan: PartPlan, targets: dict[str, CopyTarget]) -> Non
 
     # The source is in memory: each chunk is verified there, and copied while it is in the cache.
     def check_and_copy(index: int, data: memoryview | None, digested: str | None = None) -> None:
+        # Verified first: the copy that follows finds the bytes in the cache.
         part.check(index, data, digested)
         assert data is not None
         begin = address(data)
@@ -166,8 +173,10 @@ def _copy(part: OpenPart, source: TensorSource, ranges: dict[int, list[ByteRange
         for run in ranges[index]:
             run.target.copy(run.at, data[run.begin : run.begin + run.nbytes])
         came += 1
+    # A damaged part ends early, without an error of its own.
     if came < len(ranges):
         raise CorruptPart(part.ref.rank, version=str(part.ref), fault="length")
+    # The source may be unmapped once this returns.
     settle({run.target.device for runs in ranges.values() for run in runs})
 
 
@@ -192,6 +201,7 @@ def _receive(
     sizes = part.sizes
     beside = memoryview(bytearray(max(sizes, default=0)))
     """Scratch memory for bytes that are not selected but belong to a digested chunk."""
+    # Requests are pipelined: the chunks arrive in the order in which their ranges were yielded.
     coming: deque[list[ByteRange]] = deque()
 
     def rooms() -> Iterator[ChunkBuffers]:
@@ -199,6 +209,8 @@ def _receive(
             coming.append(ranges)
             pieces, end = [], 0
             for run in ranges:
+                # The kernel scatters the chunk: wanted bytes go into the model, others into the
+                # scratch.
                 pieces += [beside[end : run.begin], run.memory]
                 end = run.begin + run.nbytes
             yield index, [*pieces, beside[end : sizes[index]]]

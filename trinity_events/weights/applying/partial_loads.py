@@ -24,6 +24,7 @@ class PartialLoads:
     def add(self, module: torch.nn.Module, names: Collection[str]) -> None:
         """Record that these tensors of the module may hold any bytes."""
         if names:
+            # Freed modules are dropped on the way.
             others = [entry for entry in self._torn if entry[0]() not in (None, module)]
             self._torn = [*others, (ref(module), self._torn_names(module) | set(names))]
 
@@ -38,6 +39,7 @@ class PartialLoads:
             name = find_uncovered(find_targets(module), set(names), torn)
             if name is not None:
                 raise UnfillableTensor(name, fault="torn")
+        # Before the block writes anything, and without a finally: an error leaves the names torn.
         self.add(module, names)
         yield
         self._torn = [entry for entry in self._torn if entry[0]() not in (None, module)]

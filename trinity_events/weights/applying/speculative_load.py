@@ -68,6 +68,7 @@ class SpeculativeLoad:
         """Remember the layout of a full version that was loaded, as a prediction for the next."""
         if any(manifest.base is not None or manifest.subset for manifest in manifests):
             self._layout = None
+        # The usual case keeps the plans: the layout of versions seldom changes.
         elif not self._has_layout(module, manifests):
             # One tensor of the module under two names of the version has to be compared.
             twice = find_duplicates(find_targets(module), names_in(manifests))
@@ -84,6 +85,7 @@ class SpeculativeLoad:
             or not self._prepare_targets(module)
         ):
             return None
+        # The chunks that follow are copied by address, past autograd.
         about_to_change(module)
         return self._begin_part
 
@@ -126,6 +128,7 @@ class SpeculativeLoad:
         """Write the next chunk into the model, unverified."""
         self._has_written = True
         self.write(part, index, data)
+        # After the copy, so that a chunk that failed midway is copied again.
         self._fillings[part].written_count = index + 1
 
     def write(self, part: PartRef, index: int, data: memoryview) -> None:
@@ -146,6 +149,7 @@ class SpeculativeLoad:
             if index < len(sizes) and len(data) == sizes[index]:
                 self.write_next(part, index, data)
             else:
+                # Other sizes than predicted: the version is loaded as if nothing was written.
                 del self._fillings[part]
 
         return write_chunk
@@ -158,11 +162,13 @@ class SpeculativeLoad:
         if self._memory is not None and self._memory.find_unchanged(module) is not None:
             return True
         targets = find_targets(module)
+        # Bytes are written by address, which needs row-major host memory.
         if not all(map(is_plain, targets.values())):
             return False
         if not _same_storage(targets, self._targets):
             self._targets = {name: target.detach() for name, target in targets.items()}
             self._plans, self._fillings = {}, {}
+        # Compared before each use: a write to freed memory would corrupt the process.
         self._memory = ModuleFingerprint(module, distinct(targets.values()))
         return True
 

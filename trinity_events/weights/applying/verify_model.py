@@ -149,6 +149,7 @@ def _compare_digests(
         if checks.compares_chunks and len(digested) < len(entries):
             for entry, is_same in installed.compare_chunks({entry.name for entry in entries}):
                 (compared if is_same else skipped).add(entry.name)
+    # A tensor counts only if all of its shards were compared.
     compared -= skipped
     if not compared:
         return WeightsProof(status="unproven", checks=("names",), unproven_count=len(targets))
@@ -201,6 +202,7 @@ class _InstalledPart:
         read: dict[int, memoryview | bool | None] = {}
         for chunk in self._manifest.chunks:
             end = begin + chunk.nbytes
+            # Entries are sorted by offset: tensors that end before this chunk are in no later one.
             while first < len(entries) and _end(entries[first]) <= begin:
                 read.pop(first, None)
                 first += 1
@@ -216,6 +218,7 @@ class _InstalledPart:
             ]
             if yielded:
                 for place in places:
+                    # A tensor may span many chunks, and reading one of a GPU costs a copy.
                     if place not in read:
                         read[place] = self._read(entries[place])
                 tensors = [(entries[place], read[place]) for place in places]
@@ -244,12 +247,14 @@ class _InstalledPart:
             if not isinstance(data, memoryview) or entry.encoding != "dense":
                 return None
             start, stop = max(entry.offset, begin), min(_end(entry), end)
+            # Gaps between aligned tensors are zeros in the part.
             pieces += [bytes(max(0, start - at)), data[start - entry.offset : stop - entry.offset]]
             at = stop
         pieces.append(bytes(end - at))
         # Chunks of a GPU's memory are digested by another algorithm.
         if chunk.digest.partition(":")[0] != digest(b"").partition(":")[0]:
             return None
+        # The empty piece makes the call valid without further ones.
         return digest(b"", *pieces) == chunk.digest
 
     def _read(self, entry: TensorEntry) -> memoryview | bool | None:
@@ -269,7 +274,9 @@ class _InstalledPart:
             return as_bytes(tensor)
         if torch.promote_types(tensor.dtype, dtype) != tensor.dtype:
             return None  # a narrower dtype has lost bits
+        # Widening loses nothing, so the way back gives the published bits.
         narrow = tensor.to(dtype)
+        # Compared as bytes: as numbers NaN differs from itself, and -0.0 equals 0.0.
         is_same = flat_bytes(narrow.to(tensor.dtype)) == flat_bytes(tensor.contiguous())
         return as_bytes(narrow) if bool(is_same.all()) else False
 
@@ -303,6 +310,7 @@ def model_digest(module: torch.nn.Module) -> str:
     Two models have the same digest only if they would generate alike.
     """
     hasher = Digesting()
+    # Sorted, since models may register their tensors in different orders.
     for name, target in sorted(find_targets(module).items()):
         tensor = target.detach()
         hasher.update(f"{name}:{dtype_name(tensor.dtype)}:{tuple(tensor.shape)}:".encode())

@@ -25,6 +25,7 @@ Positions = npt.NDArray[Any]
 BLOCK = 1 << 18
 """Elements of a block: part of the format. A block fits in the processor's cache."""
 
+# Little-endian on every host: the bytes are part of the format.
 _WORDS: dict[int, np.dtype[Any]] = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
 _HEADER = np.dtype([("form", "u1"), ("changed", "<u4"), ("position_bytes", "<u4")])
 _GAPS: dict[int, np.dtype[Any]] = {0: np.dtype("u1"), 1: np.dtype("<u2")}
@@ -79,10 +80,12 @@ def decode_delta(delta: memoryview, elements: int, itemsize: int) -> Iterator[Ch
     if offset > len(delta):
         raise CorruptDelta(fault="table")
     header = np.frombuffer(delta[:offset], _HEADER)
+    # int64: a sum of uint32 of a corrupt table could wrap, and match the length.
     block_bytes = header["changed"].sum(dtype=np.int64) * itemsize
     block_bytes += header["position_bytes"].sum(dtype=np.int64)
     if offset + int(block_bytes) != len(delta):
         raise CorruptDelta(fault="size", actual=len(delta), expected=offset + int(block_bytes))
+    # Numbers of Python: arithmetic with those of NumPy could wrap.
     for index, (form, changed, position_bytes) in enumerate(header.tolist()):
         if not changed and not position_bytes:
             continue
@@ -112,7 +115,9 @@ def digest_with(base: Words, delta: memoryview) -> str:
     """
     hasher, done = xxhash.xxh3_128(), 0
     for start, positions, values in decode_delta(delta, len(base), base.itemsize):
+        # Block by block: the result is digested without a copy of the tensor.
         hasher.update(base[done:start].data)
+        # A copy of one block, since nothing may be written to the base.
         block = base[start : start + BLOCK].copy()
         block[positions] = values
         hasher.update(block.data)
@@ -123,9 +128,10 @@ def digest_with(base: Words, delta: memoryview) -> str:
 
 def _encode_positions(positions: Positions, size: int) -> tuple[int, bytes]:
     """Encode positions in the smallest of the three forms."""
-    gaps = np.diff(positions.astype(np.int64), prepend=-1) - 1
+    gaps = np.diff(positions.astype(np.int64), prepend=-1) - 1  # (changed,)
     lengths = {form: _length(gaps, dtype) for form, dtype in _GAPS.items()}
     form = min(lengths, key=lengths.__getitem__)
+    # One bit for each element is the smallest form of a dense change.
     if lengths[form] > -(-size // 8):
         mask = np.zeros(size, bool)
         mask[positions] = True
@@ -142,6 +148,7 @@ def _length(gaps: Positions, dtype: np.dtype[Any]) -> int:
 def _encode_gaps(gaps: Positions, dtype: np.dtype[Any]) -> bytes:
     """Encode gaps; the dtype's largest number stands for that many unchanged elements."""
     most = np.iinfo(dtype).max
+    # Place of the last number of each gap; the escapes lie before it.
     ends = np.cumsum(gaps // most + 1) - 1
     coded = np.full(int(ends[-1]) + 1 if len(ends) else 0, most, dtype)
     coded[ends] = gaps % most
@@ -158,6 +165,7 @@ def _decode_positions(coded: memoryview, form: int, changed: int, size: int) -> 
         positions = _decode_gaps(coded, _GAPS[form], size)
     else:
         raise CorruptDelta(fault="form", actual=form)
+    # The last one is the largest: gaps are never negative.
     if len(positions) != changed or (changed and int(positions[-1]) >= size):
         raise CorruptDelta(fault="positions")
     return positions
@@ -171,9 +179,11 @@ def _decode_bits(coded: memoryview, size: int) -> Positions:
 
 def _decode_gaps(coded: memoryview, dtype: np.dtype[Any], size: int) -> Positions:
     """Decode gaps; each number but the largest ends a gap, so that a position follows."""
+    # Corrupt bytes must not allocate more than a block needs.
     if len(coded) > 2 * size + 2 or len(coded) % dtype.itemsize:
         raise CorruptDelta(fault="gaps")
     gaps = np.frombuffer(coded, dtype)
     ends = np.flatnonzero(gaps != np.iinfo(dtype).max)
     reached: Positions = np.cumsum(gaps, dtype=np.int64)[ends]
+    # Each earlier position takes one element more than the gaps say.
     return reached + np.arange(len(reached))

@@ -45,9 +45,11 @@ def reconstruct_tensor(
         return as_tensor(buffer, entry)
     tensor = get_base(entry, base)
     delta = get_delta(entry, buffer)
+    # Before the clone: a wrong delta costs no memory.
     if not makes(entry, tensor, delta):
         raise CorruptTensor(fault="delta", tensor=entry.name)
     if entry.encoding == "delta":
+        # The base may lie in the transport's memory, which is read-only.
         tensor = tensor.clone()
         overwrite(words(as_bytes(tensor), DTYPE_BYTES[entry.dtype]), delta)
     return tensor
@@ -58,6 +60,7 @@ def get_base(entry: TensorEntry, base: FullPart | None) -> torch.Tensor:
     if base is None:
         raise ValueError(f"the version was pulled without what {entry.name!r} rests on")
     base_entry = base.entries.get(entry.key)
+    # Positions of another shape would overwrite other elements.
     if base_entry is None or base_entry.layout != entry.layout:
         raise CorruptTensor(fault="base", tensor=entry.name)
     return as_tensor(base.buffer, base_entry)

@@ -44,6 +44,7 @@ class LastPublished:
         self._full_every = full_every
         self._tensors: dict[Key, _Tracked] = {}
         self._anchor: PartBase | None = None
+        # Bytes of the last full version, bytes of all deltas since, and their number.
         self._whole = self._spent = self._since = 0
         self._open = False
         self._current = _Current()
@@ -56,6 +57,8 @@ class LastPublished:
             is_there: Returns True if readers are sure to find a part published before.
         """
         # A part that was never sealed leaves the tracked copy in an unknown state.
+        # As many bytes of deltas as of the full version: there all versions together take least
+        # (decision 16).
         due = self._open or self._since + 1 >= self._full_every or self._spent >= self._whole
         if due or not self._is_earlier(part) or not is_there(self._anchors(part)):
             self._anchor = None
@@ -65,6 +68,7 @@ class LastPublished:
     def _is_earlier(self, part: PartRef) -> bool:
         """Return True if there is an earlier full version to rest on, not the part itself again."""
         anchor = self._anchor
+        # A new epoch may have resumed from before the anchor.
         return anchor is not None and anchor.epoch == part.epoch and anchor.step < part.step
 
     def _anchors(self, part: PartRef) -> PartRef:
@@ -87,6 +91,8 @@ class LastPublished:
             current.renewed = True
         difference = None if self._anchor is None or tracked.dense else tracked.delta(data)
         if difference is None:
+            # Dense until the next full version: which elements changed since the last one is not
+            # known now.
             tracked.store(data, dense=self._anchor is not None)
             current.dense += 1
             return entry, data
@@ -123,6 +129,7 @@ class LastPublished:
             return None
         self._since += 1
         self._spent += nbytes
+        # The base lacks a tensor of this version, or has one that is gone.
         if current.renewed or len(current.keys) != len(self._tensors):
             self._anchor = None
         return PartDelta(
@@ -193,14 +200,17 @@ class _Tracked:
 
     def _find_changes(self, start: int, new: Words) -> Changes | None:
         last, before = self.last[start : start + BLOCK], self._changed.get(start)
-        differs = new != last
+        differs = new != last  # (block,), compared as integers, so that NaN equals itself
         if before is not None:
+            # Also those that changed back: the delta must fit over any version since (decision 16).
             differs[before] = True
         positions = np.flatnonzero(differs)
         if not len(positions):
             return None
         if before is None or len(before) != len(positions):
+            # Four bytes for each changed element; a block has 2**18 positions.
             self._changed[start] = positions.astype(np.uint32)
         values = new[positions]
+        # The kept copy follows, so that the next comparison is with this version.
         last[positions] = values
         return Changes(start, positions, values)

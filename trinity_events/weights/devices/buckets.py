@@ -82,6 +82,7 @@ class Bucket:
             tensor = tensors[self.first + place]
             places, views = self._views.setdefault(tensor.dtype, ([], []))
             places.append(place)
+            # Aligned offsets make the view as a wider dtype valid.
             views.append(piece[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape))
 
     def gather(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int] | None = None) -> None:
@@ -94,7 +95,9 @@ class Bucket:
         with torch.no_grad():
             if sum(self.sizes) < self.end:
                 self.memory.zero_()  # another bucket may have used this memory
+            # One call for each dtype, because it takes lists of one dtype.
             for places, views in self._views.values():
+                # Private API: torch has no public one that copies many tensors by one kernel.
                 torch._foreach_copy_(views, self._choose(tensors, numbers, places))
 
     def scatter(self, tensors: Sequence[torch.Tensor]) -> None:

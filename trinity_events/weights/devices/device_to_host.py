@@ -78,7 +78,9 @@ class DeviceRuns:
                 ]
         previous: _Begun | None = None
         for number, run in enumerate(self.runs):
+            # The slot of the run before the last: its addresses ended with the last yield.
             begun = self._begin(run, tensors, lane, self._slots[number % 2])
+            # Yielded only after the next copy is begun: the two overlap.
             if previous is not None:
                 yield _finish(previous, lane)
             previous = begun
@@ -98,6 +100,7 @@ class DeviceRuns:
             # Its memory on the device is free: the run before the last was waited for.
             self.gather(run.bucket, tensors)
             source, offsets, memory = run.bucket.memory, run.bucket.offsets, slot
+        # After the gathering, which runs on the device's own stream.
         lane.begin()
         if len(source):
             lane.copy(memory[: len(source)], source)

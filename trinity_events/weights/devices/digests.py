@@ -28,8 +28,9 @@ def digest_all(chunks: Sequence[torch.Tensor]) -> list[str]:
     sums = [_sums(chunk) for chunk in chunks]
     if not sums:
         return []
-    totals = torch.stack(sums).tolist()
+    totals = torch.stack(sums).tolist()  # (chunks, 2); the one wait for the device
     return [
+        # The length counts: padding with zeros must not equal bytes that are zero.
         f"mix128:{plain + len(chunk) & _WORD:016x}{weighted & _WORD:016x}"
         for chunk, (plain, weighted) in zip(chunks, totals, strict=True)
     ]
@@ -37,13 +38,14 @@ def digest_all(chunks: Sequence[torch.Tensor]) -> list[str]:
 
 def _sums(chunk: torch.Tensor) -> torch.Tensor:
     words = _words(chunk)
+    # Rounded up to a power of two: chunks of many sizes share few tensors of keys.
     keys = _keys(chunk.device, 1 << max(len(words) - 1, 0).bit_length())[: len(words)]
-    mixed = torch.bitwise_xor(words, keys)
+    mixed = torch.bitwise_xor(words, keys)  # int64 (words,)
     for factor, shift in zip(_MIX, (32, 29), strict=True):
         mixed.mul_(factor)
         # The shift of signed words copies the sign bit.
         mixed.bitwise_xor_((mixed >> shift).bitwise_and_(_LOW[shift]))
-    return torch.stack((mixed.sum(), mixed.mul_(keys).sum()))
+    return torch.stack((mixed.sum(), mixed.mul_(keys).sum()))  # int64 (2,), modulo 2**64
 
 
 def _words(chunk: torch.Tensor) -> torch.Tensor:
@@ -52,6 +54,7 @@ def _words(chunk: torch.Tensor) -> torch.Tensor:
         padded[: len(chunk)] = chunk
         chunk = padded
     elif chunk.data_ptr() % 8 or chunk.storage_offset() % 8:
+        # view() as a wider dtype needs an aligned address.
         chunk = chunk.clone()
     return chunk.view(torch.int64) if len(chunk) else chunk.new_empty(0, dtype=torch.int64)
 

@@ -267,6 +267,7 @@ class PartWriter:
         sent = sent_dtype(tensor.dtype, self._dtype)
         if sent != tensor.dtype:
             _check_memory(name, tensor)
+            # Converted before the digest: readers compare the bytes that were sent.
             tensor = tensor.detach().to(sent)
         entry = tensor_entry(name, tensor, place, self._offset)
         tensor = as_plain(tensor) if self._on_device is None else as_dense(tensor)
@@ -301,6 +302,7 @@ class PartWriter:
         """
         layout = None
         if self._last_layout is not None and self._fits_buffers(tensors):
+            # Entries, offsets and their encoding are the same at each step.
             layout = self._last_layout.get(names, tensors, places)
         if layout is None:
             places = places or [None] * len(names)
@@ -335,12 +337,14 @@ class PartWriter:
             if self._room is None:
                 self._reserve()
             begin = self._offset - self._filled
+            # All tensors that end within the buffer go in one call.
             end = bisect_right(layout.ends, begin + self._size, at, behind)
             if end == at:  # it ends behind the buffer
                 self._append(layout.offsets[at], sources[at - first], layout.sizes[at])
                 at += 1
                 continue
             filled = layout.ends[end - 1] - begin
+            # Padding is part of the chunk's digest, and the buffer has bytes of an earlier one.
             if layout.has_gaps:
                 clear_bytes(self._address + self._filled, filled - self._filled)
             targets = map((self._address - begin).__add__, layout.offsets[at:end])
@@ -353,6 +357,7 @@ class PartWriter:
         """Append bytes from an address, which must stay valid until this returns."""
         if offset != self._offset:
             self._copy(_ZEROS_AT, offset - self._offset)
+        # A tensor in two pieces of memory could not be viewed by a reader.
         if self._pieces is not None and not self._pieces.fits(self._filled, nbytes):
             if self._filled:
                 self._commit()
@@ -375,6 +380,7 @@ class PartWriter:
 
     def _send(self, offset: int, sink: ZeroCopySink, data: memoryview) -> None:
         """Append a large tensor without a copy, in chunks of its own."""
+        # Nothing but the padding up to the tensor's offset.
         self._append(offset, 0, 0)
         if self._filled:
             self._commit()
@@ -382,6 +388,7 @@ class PartWriter:
         for begin in range(0, len(data), sink.chunk_bytes):
             piece = data[begin : begin + sink.chunk_bytes]
             self._chunks.append(Chunk(nbytes=len(piece), digest=sink.send(piece)))
+        # Else two large tensors would be alive at a time.
         if len(data) >= _LONG:
             sink.settle()
 
@@ -409,6 +416,7 @@ class PartWriter:
                 probes=self.probes,
             )
         )
+        # After all chunks: a reader that finds the manifest finds everything.
         self._sink.seal(manifest, None if base is None else self._base_ref(base))
         sealed = manifest_digest(manifest)
         return PublishedPartReport(
@@ -416,6 +424,7 @@ class PartWriter:
             bytes=self._offset,
             tensors=len(self._tensors),
             chunks=len(self._chunks),
+            # After the store has the part: a delta must not rest on a base that is not there.
             delta=self._last.seal(self._part, sealed, self._offset) if self._last else None,
         )
 
@@ -425,6 +434,7 @@ class PartWriter:
     def discard(self) -> None:
         """Delete the chunks of a part that will not be sealed."""
         if self._last is not None:
+            # The tracked copy has tensors of the part that no reader will have.
             self._last.forget()
         self._sink.discard()
 
@@ -439,6 +449,7 @@ class PartWriter:
         if self._direct is not None:  # the sink digests while it sends
             self._chunks.append(Chunk(nbytes=len(data), digest=self._direct.send(data)))
         else:
+            # Digested at once, while the bytes are in the cache; then readers may see them.
             self._chunks.append(Chunk(nbytes=len(data), digest=digest(data)))
             assert self._into is not None
             self._into.commit(len(data))

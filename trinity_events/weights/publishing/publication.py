@@ -94,6 +94,7 @@ class Publication:
         self._probes = probes
         self._attempt = publisher.create_attempt(global_step, rank)
         self._writer: PartWriter | None = None
+        # The stall counts from here: a caller gathers tensors before it begins.
         self._created_at = time.monotonic()
         self._running = ExitStack()
         """Heartbeats, and the report of the publication as a wait, if it lasts."""
@@ -130,16 +131,19 @@ class Publication:
             raise PartClosed(f"weights of step {self.global_step}")
         if self._writer is None:
             publisher, events = self._publisher, self._publisher.events
+            # First: an attempt that is over raises before anything is published.
             begun = self._attempt.begin()
             if self._ranks is not None:
                 publisher.open_version(self.global_step, ranks=self._ranks)
             what = f"its part of the weights of step {self.global_step} to be stored"
             self._running.enter_context(events.waits.waiting(what))
+            # Before the writer takes memory (invariant 7).
             publisher.replace_running(self)
             self.stage = "open"
             heartbeat = Heartbeat.of(events, publisher.lease)
             # No wait for the first heartbeat: the start event begins a whole lease.
             self._running.enter_context(heartbeat.active(events, patience=0.0))
+            # After the heartbeat has begun (invariant 5).
             events.publish(begun)
             self._writer = publisher.create_writer(
                 self.global_step,
@@ -216,12 +220,14 @@ class Publication:
     ) -> None:
         if self.stage == "ended":
             return
+        # First, so that an error below does not end the part a second time.
         self.stage = "ended"
         self._publisher.remove_running(self)
         try:
             with self._running:
                 if error is not None:
                     self._publisher.events.publish(self._attempt.fail(error, followed=followed))
+        # Invariant 3: the chunks are removed although the log cannot be told.
         except Exception:
             logger.exception(
                 "step %d: the failure of the part could not be published", self.global_step
@@ -335,6 +341,7 @@ class VersionPublisher:
         part, last = PartRef(settings.run_id, settings.epoch, global_step, rank), None
         if settings.full_every > 1 and not subset:
             last = self._last.setdefault(rank, LastPublished(settings.full_every))
+            # A subset has no deltas: its next version may have other tensors.
             last.begin(part, self._is_stored)
         return PartWriter(
             self._session.store,
@@ -352,6 +359,7 @@ class VersionPublisher:
 
         Their chunks are left to the store, which is closed next: a thread may be adding some.
         """
+        # A copy, because give_up removes its part.
         for part in list(self._running.values()):
             part.give_up(discard=False)
 
@@ -362,6 +370,8 @@ class VersionPublisher:
         continues, and the parts are freed at a later version.
         """
         try:
+            # Only the process that published can free its memory; the fold just announces (decision
+            # 14).
             for entry in announced(self.events.log, self._read_through):
                 try:
                     event: object = decode_envelope(entry.payload).event
@@ -374,6 +384,7 @@ class VersionPublisher:
                     self._ready.discard(StepRef(event.epoch, event.step))
                 elif isinstance(event, StepReady) and event.kind == "weights":
                     self._ready.add(StepRef(event.epoch, event.step))
+                # After the deletion: a failure midway begins again with this entry.
                 self._read_through = entry.id
         except (redis.ConnectionError, redis.TimeoutError) as error:
             if not is_transient(error):
@@ -384,6 +395,7 @@ class VersionPublisher:
 
     def _is_stored(self, part: PartRef) -> bool:
         """Return True if readers are sure to find a part: ready, not retired, and stored."""
+        # Readers are sure to find only what was announced.
         if StepRef(part.epoch, part.step) not in self._ready:
             return False
         source = self._session.store.open(part)

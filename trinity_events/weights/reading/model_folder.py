@@ -122,6 +122,7 @@ def pull_folder(
     if proof is None or proof.digest is None:
         raise UnsupportedWeights(fault="format", step=ready.step)
     with ExitStack() as exit_stack:
+        # The lease is renewed by a task, in a thread of its own.
         portal = exit_stack.enter_context(start_blocking_portal())
 
         def hold() -> None:
@@ -153,6 +154,7 @@ def _open_files(run_folder: Path, ready: StepReady, announced: str) -> list[_Dig
     places = [final_name(ready.step)]
     staged = parse_staged_folder(ready.path)
     if staged is not None:
+        # First, where the files were when the step was announced.
         places.insert(0, staged)
     other: Path | None = None
     for look in range(_LOOKS):
@@ -177,15 +179,18 @@ def _open_files(run_folder: Path, ready: StepReady, announced: str) -> list[_Dig
 def _map_files(folder: OpenFolder, announced: str) -> list[_DigestedFile] | None:
     """Map the files of weights; None unless the folder has the announced list of digests."""
     listed = folder.read(FILE_DIGESTS, _LONGEST_LIST)
+    # The list seals all files, so that this one digest of the log is enough.
     if listed is None or f"sha256:{hashlib.sha256(listed).hexdigest()}" != announced:
         return None
     files = []
     for name, digested in parse_digests(listed.decode()).items():
         if name.endswith(WEIGHTS):
+            # A link could lead to files of another user, or outside of the checkpoint.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
             descriptor = os.open(name, flags, dir_fd=folder.descriptor)
             try:
                 size = os.fstat(descriptor).st_size
+                # mmap refuses a file without bytes.
                 data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) if size else b""
             finally:
                 os.close(descriptor)
@@ -195,6 +200,7 @@ def _map_files(folder: OpenFolder, announced: str) -> list[_DigestedFile] | None
 
 def _tensor_bytes(file: _DigestedFile) -> memoryview:
     """Return the bytes after the header, whose length the file begins with."""
+    # Format of safetensors: 8 bytes of length, a header in JSON, and the tensors' bytes.
     length = int.from_bytes(file.data[:8], "little")
     return file.data[8 + length :]
 
@@ -204,6 +210,7 @@ def _check_file(file: _DigestedFile, run_id: str, ready: StepReady, rank: int) -
 
     Raises CorruptVersion if its bytes are not those announced, or contradict themselves.
     """
+    # Before the header is parsed, which may otherwise be anything.
     if digest(file.data) != file.digest:
         raise CorruptFile(file=file.name, step=ready.step, fault="digest")
     try:
@@ -225,6 +232,7 @@ def _check_file(file: _DigestedFile, run_id: str, ready: StepReady, rank: int) -
 
 def _entries(file: _DigestedFile) -> Iterator[TensorEntry]:
     length = int.from_bytes(file.data[:8], "little")
+    # The safetensors library has the same limit.
     if not 0 < length <= min(LONGEST_HEADER, len(file.data) - 8):
         raise ValueError(f"its header is said to be of {length} bytes")
     header = msgspec.json.decode(file.data[8 : 8 + length], type=dict[str, msgspec.Raw])

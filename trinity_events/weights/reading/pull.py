@@ -121,12 +121,14 @@ def open_part(
         error = store.missing(ref)
         error.needed_by = "" if needed_by is None else str(needed_by)
         raise error
+    # Before the manifest is checked, whose error must release the part.
     exit_stack.enter_context(closing(source))
     return OpenPart(ref, source, _manifest(source.manifest, ref, announced), harm)
 
 
 def _manifest(raw: bytes, part: PartRef, announced: PublishedPart) -> WeightManifest:
     """Decode and check a manifest. Raises CorruptVersion unless it is the announced one."""
+    # Compared before it is decoded: no unverified byte is parsed.
     if manifest_digest(raw) != announced.manifest_digest:
         raise CorruptManifest(part.rank, version=str(part), fault="digest")
     try:
@@ -135,6 +137,7 @@ def _manifest(raw: bytes, part: PartRef, announced: PublishedPart) -> WeightMani
         raise CorruptManifest(
             part.rank, version=str(part), fault="contradiction", reason=str(error)
         ) from None
+    # A sealed manifest of another part would pass the digest of an announcement that was mixed up.
     named = PartRef(manifest.run_id, manifest.epoch, manifest.step, manifest.rank)
     if named != part:
         raise CorruptManifest(part.rank, version=str(part), fault="part", reason=str(named))
@@ -270,6 +273,7 @@ def shares(name: str, pieces: list[Piece], box: TensorSlice) -> Iterator[tuple[T
 
     Raises IncompatibleWeights unless the pieces cover the selected slice exactly once.
     """
+    # Before any copy: an overlap would take the bytes of whichever rank came last.
     coverage = coverage_error(box, [piece.box for piece in pieces])
     if coverage is not None:
         raise UnassembledTensor(name, fault="coverage", coverage=coverage)
@@ -291,6 +295,7 @@ def join_pieces(name: str, pieces: list[Piece], box: TensorSlice | None) -> torc
             return pieces[0].tensor()[selected_slice(name, pieces, box).inside(pieces[0].box)]
     target_box = selected_slice(name, pieces, box)
     parts = list(shares(name, pieces, target_box))  # checked before the memory is allocated
+    # Uninitialised, since the shares cover it exactly once.
     made = torch.empty(target_box.shape, dtype=DTYPES[pieces[0].entry.dtype], device="cpu")
     for part, piece in parts:
         made[part.inside(target_box)] = piece.tensor()[part.inside(piece.box)]
@@ -334,6 +339,7 @@ def pull_version(
             chunks = None if selection is None else selected_chunks(part.manifest, selection)
             parts.append((part.manifest, _read(part, chunks)))
             base = part.manifest.base
+            # With a selection the base is read too: the digest of a delta is of the whole tensor.
             if base is None or (selection is None and base.manifest_digest in have):
                 bases.append(None)
             else:
@@ -358,6 +364,7 @@ def _read_base(
     named = PublishedPart(rank=at.rank, manifest_digest=base.manifest_digest, bytes=base.bytes)
     full = open_part(store, exit_stack, at, named, harm=_HARM, needed_by=part)
     buffer = _read(full, _chunks_with_keys(full.manifest, keys))
+    # A base is always full, so that chains are one long (decision 16).
     if full.manifest.base is not None:
         raise CorruptPart(version=str(part), fault="base", base=str(at))
     entries = {entry.key: entry for entry in full.manifest.tensors}
@@ -377,6 +384,7 @@ def _read(part: OpenPart, indices: Container[int] | None) -> PartBytes:
 
 def selected_chunks(manifest: WeightManifest, selection: Selection) -> set[int]:
     """Return the numbers of the chunks that contain selected bytes."""
+    # Reads are by chunks, so finer spans would not save any.
     gap = min((chunk.nbytes for chunk in manifest.chunks), default=0)
 
     def spans() -> Iterator[tuple[int, int]]:

@@ -56,6 +56,7 @@ class Stores:
 
     def close(self) -> None:
         """Close all stores; the next use of a store opens it again."""
+        # Taken first: after an error the next use opens new stores.
         opened, self.opened = self.opened, {}
         for store in opened.values():
             store.close()

@@ -71,8 +71,9 @@ class FrameSender:
 
     def _begin(self, slot: _Slot, frame: FrameKind, data: torch.Tensor | None) -> None:
         nbytes = 0 if data is None else data.numel()
-        words = torch.tensor([frame, nbytes], dtype=torch.int64, device=self._group.device)
+        words = torch.tensor([frame, nbytes], dtype=torch.int64, device=self._group.device)  # (2,)
         slot.tensors.append(words)
+        # Not waited for: collectives of one group run in the order in which they begin.
         slot.works.append(self._group.broadcast(words))
         if data is not None:
             # Pinned memory is not written before it is sent, so the copy needs no separate wait.
@@ -84,6 +85,7 @@ class FrameSender:
         for work in slot.works:
             self._group.wait(work)
         slot.works.clear()
+        # Only now: the group reads them until their work has ended.
         slot.tensors.clear()
 
 
@@ -95,9 +97,10 @@ class FrameReceiver:
 
     def next(self) -> tuple[FrameKind, int]:
         """Return kind and size of the next frame. Raises GroupBroken for an invalid frame."""
-        words = torch.empty(2, dtype=torch.int64, device=self._group.device)
+        words = torch.empty(2, dtype=torch.int64, device=self._group.device)  # (2,)
         self._group.wait(self._group.broadcast(words))
         kind, nbytes = words.tolist()
+        # A damaged header must not have the receiver allocate any amount.
         most = MAX_MANIFEST_BYTES if kind == FrameKind.SEAL else MOST_BYTES
         if kind not in set(FrameKind) or not 0 <= nbytes <= most:
             raise GroupBroken("frame", reason=f"kind {kind} and {nbytes} bytes")

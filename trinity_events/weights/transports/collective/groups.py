@@ -104,6 +104,7 @@ class ProcessGroup:
         try:
             work.wait(self._timeout)
             if self.device.type == "cuda":
+                # NCCL's wait orders the stream only; the host must not reuse the bucket before.
                 torch.cuda.current_stream().synchronize()
         except RuntimeError as error:
             raise _broken(error) from None
@@ -161,4 +162,5 @@ def _broken(error: RuntimeError) -> GroupBroken:
 
 
 def _first_line(error: RuntimeError) -> str:
+    # torch appends a stack in C++, which says nothing to a user.
     return str(error).split("\n", 1)[0][:300]

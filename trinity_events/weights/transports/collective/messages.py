@@ -21,8 +21,8 @@ from trinity_schemas.identity import Epoch, Rank, RunId, Step
 
 from ....errors import StructuredError
 
-_LENGTH = struct.Struct("!I")
-_MOST = 1 << 16
+_LENGTH = struct.Struct("!I")  # network byte order
+_MOST = 1 << 16  # bytes of a message: all are short, and a longer one is not of this protocol
 
 
 class ChannelClosed(StructuredError):
@@ -128,7 +128,9 @@ class Channel:
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._buffer = bytearray()
+        # Each short message is waited for: Nagle's algorithm would hold it back.
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A host that lost its power closes no connection.
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     @property
@@ -188,6 +190,7 @@ class Channel:
     def close(self) -> None:
         """Close the connection; a receive in another thread ends too."""
         with suppress(OSError):  # the peer may have closed it
+            # close() alone does not wake a thread that polls the descriptor.
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
@@ -210,6 +213,7 @@ class Channel:
         if len(self._buffer) < _LENGTH.size:
             return None
         [length] = _LENGTH.unpack_from(self._buffer)
+        # Checked before the body arrives: the peer chooses the number.
         if length > _MOST:
             raise ChannelClosed("length", size=length)
         end = _LENGTH.size + length

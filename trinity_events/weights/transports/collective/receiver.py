@@ -30,11 +30,11 @@ from .staged_versions import Buffer, StagedVersions
 
 logger = logging.getLogger(__name__)
 
-_CONNECTING = 10.0
-_LONGEST_PAUSE = 3.0
+_CONNECTING = 10.0  # seconds to connect, and to send one short message
+_LONGEST_PAUSE = 3.0  # seconds between two attempts to reach a trainer
 _LOOK_AROUND = 5.0
 """Seconds without a message from the trainer before the receiver looks for another trainer."""
-_ENDING = 10.0
+_ENDING = 10.0  # seconds; a thread that hangs in a collective is a daemon, and left behind
 
 
 class GroupReceiver:
@@ -71,6 +71,7 @@ class GroupReceiver:
 
     def _run(self) -> None:
         try:
+            # In this thread: the current GPU is a property of each thread.
             if self._gpu is not None:
                 torch.cuda.set_device(self._gpu)
             self._follow()
@@ -115,6 +116,8 @@ class GroupReceiver:
                 try:
                     self._process(self._channel, info)
                 except TimeoutError:
+                    # A trainer that hangs keeps its connection, while its successor announces
+                    # itself.
                     if self._superseded():
                         break
         except ChannelClosed as error:
@@ -141,12 +144,14 @@ class GroupReceiver:
         message = channel.receive(_LOOK_AROUND)
         if isinstance(message, FormGroup):
             self._leave()
+            # After the old group is left: rank 0 forms the new one once all have answered.
             channel.send(Ack(generation=message.generation), _CONNECTING)
         elif isinstance(message, RankAssignment):
             self._sit_down(message, info, channel.own_address)
             if self._group is not None:
                 channel.send(Ack(generation=message.generation), _CONNECTING)
         elif isinstance(message, Sending):
+            # Rank 0's part is the only one: it gathers the others (decision 15).
             error = self._receive_part(PartRef(self._run_id, message.epoch, message.step, 0))
             report = DeliveryReport(
                 generation=message.generation, number=message.number, error=error

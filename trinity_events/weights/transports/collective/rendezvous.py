@@ -64,6 +64,7 @@ class Rendezvous:
 
     def announce(self, info: WeightSyncInfo) -> None:
         """Announce this trainer's address; it replaces the address of an earlier trainer."""
+        # A stream, on which explorers can block; one entry, since only the newest trainer counts.
         self._redis.xadd(self._key, {_FIELD: msgspec.msgpack.encode(info)}, maxlen=1)
         self._redis.expire(self._key, ORPHANED_AFTER)
 
@@ -78,6 +79,7 @@ class Rendezvous:
     def withdraw(self, info: WeightSyncInfo) -> None:
         """Remove the announcement, unless another trainer has replaced it."""
         for _, fields in self._redis.xrevrange(self._key, count=1):
+            # The token makes it unique: a resumed trainer's entry stays.
             if fields.get(_FIELD) == msgspec.msgpack.encode(info):
                 self._redis.unlink(self._key)
 

@@ -37,7 +37,7 @@ GREETING = 5.0
 """Seconds that new connections have for their first messages, all of them together, by default."""
 _BACKLOG = 1024
 """Connections that wait to be accepted: more than explorers of a run that start together."""
-_ATTEMPTS = 3
+_ATTEMPTS = 3  # times: explorers may die while a group is formed
 
 
 class GroupSender:
@@ -80,6 +80,7 @@ class GroupSender:
             epoch=epoch,
             address=host,
             port=self._listener.getsockname()[1],
+            # Only a client that may read the weights' server knows it.
             token=secrets.token_hex(16),
         )
         self._members: dict[str, Channel] = {}
@@ -88,6 +89,7 @@ class GroupSender:
         self._number = 0
         self._seated: tuple[str, ...] = ()
         self._group: ProcessGroup | None = None
+        # Last: an explorer that reads it connects at once.
         place.announce(self.info)
 
     def set_up(self, explorers: int, patience: float) -> tuple[str, ...]:
@@ -118,6 +120,7 @@ class GroupSender:
                     f"{', '.join(self._members) or 'none'} did: start the others, each with a rank "
                     "of its own, or look at why they ended",
                 )
+            # A second at most, so that explorers that have left are noticed too.
             readable(self._listener, min(remaining, 1.0))
             self._reconcile()
 
@@ -139,6 +142,7 @@ class GroupSender:
         announcement = Sending(
             generation=self._generation, number=self._number, epoch=part.epoch, step=part.step
         )
+        # Before a collective begins: a rank that is missing in it blocks all others.
         for name, channel in list(self._members.items()):
             try:
                 channel.send(announcement, self._timeout)
@@ -214,12 +218,15 @@ class GroupSender:
     def _admit(self, channel: Channel, hello: Message) -> None:
         if not isinstance(hello, Hello):
             raise ChannelClosed("greeting")
+        # In constant time: the token must not be guessed byte by byte.
         if hello.run_id != self._run_id or not hmac.compare_digest(hello.token, self.info.token):
             raise ChannelClosed("token")
         if hello.name in self._members:
+            # A restarted explorer: its old connection may look open for a long time.
             self._drop(hello.name, "it came again")
         self._members[hello.name] = channel
         self._gpus[hello.name] = hello.gpu
+        # Its new process is not in the group, which is therefore formed again.
         self._seated = tuple(name for name in self._seated if name != hello.name)
 
     def _form(self) -> None:
@@ -244,6 +251,7 @@ class GroupSender:
 
     def _call(self) -> None:
         """Request an answer of every explorer. A hung one is dropped, and may connect again."""
+        # A new prefix in the store: keys of a failed attempt must not be found.
         self._generation += 1
         # an explorer that waits for a hung peer answers when that wait is over
         patience = 2 * self._timeout
@@ -296,6 +304,7 @@ class GroupSender:
                 return None
             if (
                 isinstance(message, kind)
+                # An answer to an earlier request may come late, after its deadline.
                 and getattr(message, "generation", None) == self._generation
                 and getattr(message, "number", self._number) == self._number
             ):

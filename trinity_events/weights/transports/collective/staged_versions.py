@@ -10,7 +10,7 @@ import torch
 from ...tensors import as_buffer
 from ..base import PartRef
 
-_LEAST = 1 << 20
+_LEAST = 1 << 20  # bytes; an empty mapping is an error
 
 
 class Buffer:
@@ -31,6 +31,7 @@ class Buffer:
         """Return uint8 [nbytes] behind the present bytes, and grow if needed."""
         end = self.filled + nbytes
         if end > len(self._memory):
+            # Doubled, because the size is known only at the end; untouched pages cost nothing.
             self._grow(max(end, 2 * len(self._memory)))
         room = as_buffer(memoryview(self._memory)[self.filled : end])
         self.filled = end
@@ -48,6 +49,7 @@ class Buffer:
     @property
     def data(self) -> memoryview:
         """Return the received bytes, read-only."""
+        # Readers share it: none may change what the others verify.
         return memoryview(self._memory)[: self.filled].toreadonly()
 
 
@@ -108,6 +110,7 @@ class StagedVersions:
         """Release one reader's hold of a buffer."""
         with self._lock:
             buffer.holders -= 1
+            # From now on the model has the version, so that the next one may take the memory.
             buffer.was_read = True
             current = self._newest is not None and self._newest[1] is buffer
             if not buffer.holders and not current:

@@ -183,6 +183,7 @@ class CollectiveSink:
         """Send the manifest, and wait until every explorer has the whole part."""
         with self._sending() as sender:
             sender.finish(FrameKind.SEAL, manifest)
+            # Before the part is announced: an announced version is at every explorer.
             self._trainer.confirm()
         self._sender = None
 
@@ -190,6 +191,7 @@ class CollectiveSink:
         """Report to the explorers that the part will not come; a sealed part stays theirs."""
         if self._sender is not None:
             with suppress(GroupBroken), self._sending() as sender:
+                # Receivers wait inside of a collective, which only a frame of rank 0 ends.
                 sender.finish(FrameKind.ABORT)
             self._sender = None
 

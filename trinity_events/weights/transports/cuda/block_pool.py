@@ -48,9 +48,11 @@ class BlockPool:
             self._blocks.append(self._allocate(max(nbytes, usual)))
         old = self._blocks[number]
         if len(old.tensor) < nbytes:
+            # By a quarter, so that a part that grows tensor by tensor is seldom copied.
             grown = self._allocate(max(nbytes, len(old.tensor) * 5 // 4))
             lane = self._memory.lane
             lane.copy(grown.tensor[: len(old.tensor)], old.tensor)
+            # The copy reads the old block until then.
             lane.wait(lane.mark())
             self._blocks[number] = grown
             self._memory.free(old)

@@ -12,7 +12,7 @@ from trinity_schemas.codec import UNREADABLE
 from ...errors import CorruptPart
 from ..base import PartRef
 
-_MOST_BLOCKS = 1 << 12
+_MOST_BLOCKS = 1 << 12  # bounds what a damaged layout can ask for
 
 
 class LentBlock(Struct, frozen=True, array_like=True, gc=False):

@@ -106,6 +106,7 @@ class CudaMemory:
             runtime = _runtime()
             if runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(nbytes)):
                 runtime.cudaGetLastError()  # clears the error, which torch would report as its own
+                # Torch holds memory that it does not use, and that the runtime cannot take.
                 torch.cuda.empty_cache()
                 code = runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(nbytes))
                 if code:
@@ -122,6 +123,7 @@ class CudaMemory:
 
     def free(self, block: DeviceBlock) -> None:
         """Free an allocation."""
+        # First: a reader of this process must not find memory that is freed.
         del _lent[block.handle]
         with torch.cuda.device(block.tensor.device):
             if _runtime().cudaFree(ctypes.c_void_p(block.tensor.data_ptr())):
@@ -149,6 +151,7 @@ class CudaMemory:
         """Unmap a block, once all queued reads of it are done."""
         if block.handle in _lent:
             return
+        # A queued read of unmapped memory ends the whole CUDA context.
         torch.cuda.synchronize(block.tensor.device)
         with torch.cuda.device(block.tensor.device):
             if _runtime().cudaIpcCloseMemHandle(ctypes.c_void_p(block.tensor.data_ptr())):

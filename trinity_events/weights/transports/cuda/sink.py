@@ -69,6 +69,7 @@ class CudaSink:
         lane.copy(self._blocks[-1].tensor[at : at + tensor.nbytes], flat_bytes(tensor))
         self._filled = at + tensor.nbytes
         if tensor.is_cpu:
+            # The caller may change host memory as soon as this returns.
             lane.wait(lane.mark())
         else:  # later operations may overwrite the tensor
             lane.hold_back(lane.mark())
@@ -130,6 +131,7 @@ class CudaSink:
         data = encode_layout(PartBlocks(device, blocks))
         self._file.reserve()[: len(data)] = data
         self._file.commit(len(data))
+        # After the digests, which waited for all copies: readers map the blocks from now on.
         self._file.seal(manifest, base)
         self._rooms.record_use(self._regions)
 
@@ -163,7 +165,7 @@ class CudaSink:
 
     def _fill(self, until: int) -> None:
         """Fill the gap between two tensors with zeros."""
-        gap = self._blocks[-1].tensor[self._filled : until]
+        gap = self._blocks[-1].tensor[self._filled : until]  # uint8 (gap,)
         if len(gap):
             zeros, lane = torch.zeros_like(gap), self._memory.lane
             lane.begin()  # after the operation that makes the zeros

@@ -54,6 +54,7 @@ class CudaSource:
         try:
             layout = decode_layout(file.data, part)
             for lent in layout.blocks:
+                # Under the file's lease, which keeps the publisher from freeing the block.
                 block = memory.borrow(layout.device, lent.handle, lent.nbytes)
                 self._exit_stack.callback(memory.release, block)
                 self._lent.append(block.tensor[: lent.nbytes])
@@ -67,7 +68,7 @@ class CudaSource:
         """Return copies of the bytes on the device, and size and digest of each chunk."""
         cuts = [cut for cut in self._cut(sizes) if indices is None or cut.number in indices]
         try:
-            own = [torch.empty_like(lent) for lent in self._lent]
+            own = [torch.empty_like(lent) for lent in self._lent]  # uint8 (bytes,) each
         except torch.OutOfMemoryError:
             size = sum(map(len, self._lent))
             raise GpuUnusable("no room to copy", size, str(self._part)) from None
@@ -96,6 +97,7 @@ class CudaSource:
 
     def close(self) -> None:
         """Unmap the memory, and then end the lease."""
+        # Views go first: their memory is unmapped by the stack, and the lease ends last.
         self._lent = []
         self._exit_stack.close()
 

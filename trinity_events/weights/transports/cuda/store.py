@@ -53,6 +53,7 @@ class CudaStore:
         self._sizes = sizes
         self._memory = memory or CudaMemory()
         self._files = SharedMemoryStore(root, most=most)
+        # By segment: its locks say whether the blocks have readers.
         self._rooms: MutableMapping[Segment, BlockPool] = WeakKeyDictionary()
         self._last: Sequence[int] = ()
         self._why: VersionNotStored | None = None
@@ -97,6 +98,7 @@ class CudaStore:
         try:
             return CudaSource(part, file, self._memory)
         except VersionNotStored as error:
+            # The port returns None for an absent part; missing() gives the reason.
             self._why = error
             return None
 
@@ -117,6 +119,7 @@ class CudaStore:
             if rooms:  # without blocks nothing was copied, and the device may never have been used
                 self._memory.lane.wait(self._memory.lane.mark())
             for segment, room in rooms:
+                # A reader in another process may still copy from blocks that it has mapped.
                 if segment.take():
                     room.trim(0)
         finally:

@@ -145,6 +145,7 @@ class Directory:
     def _find_attempt(self, part: PartRef, attempt: PutAttempt) -> _Coming | None:
         """Return the state of an attempt, or None if it has ended or another one has followed."""
         coming = self._coming.get(part)
+        # Calls may overtake one another: an older attempt must not replace a newer one.
         if coming is None or coming.attempt.number < attempt.number:
             coming = self._coming[part] = _Coming(attempt, {})
         return None if coming.ended or coming.attempt != attempt else coming
@@ -160,6 +161,7 @@ class Directory:
 
     def _notify(self) -> None:
         self._changed.set()
+        # A new one for the next change; the waiting calls hold the old one.
         self._changed = asyncio.Event()
 
 
@@ -172,6 +174,7 @@ class _Coming(NamedTuple):
     def in_order(self) -> Objects:
         """Return the objects up to the first missing number."""
         objects = Objects([], [])
+        # Reports come from a thread, and may arrive out of order.
         for number in range(len(self.objects)):
             if number not in self.objects:
                 break
@@ -189,6 +192,7 @@ def join_cluster() -> Any:
     if not ray.is_initialized():
         try:
             _check_answers(os.environ.get("RAY_ADDRESS", ""))
+            # "auto" joins a cluster, and never starts one.
             ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
         except OSError as error:
             why = str(error).partition(". ")[0]
@@ -231,13 +235,16 @@ class SharedDirectory:
         """Return the actor and its name. This process owns it: Ray ends it with the process."""
         with self._lock:
             member = membership(ray)
+            # An actor of a cluster that was left is not reachable any more.
             if self._actor is None or self._member != member:
                 self._member, self._users = member, 0
                 name = f"{_PREFIX}~{secrets.token_hex(8)}"
                 made = ray.remote(Directory).options(
                     name=name,
                     namespace=NAMESPACE,
+                    # It only lists: reserved cores would be missing for the user's tasks.
                     num_cpus=0,
+                    # A restarted actor would list nothing, and its name would still be found.
                     max_restarts=0,
                     max_concurrency=_MOST_FOLLOWING,
                 )
@@ -248,6 +255,7 @@ class SharedDirectory:
     def release(self, ray: Any, name: str) -> None:
         """Release one store's use of the actor; the last release ends the actor of this name."""
         with self._lock:
+            # Another store has replaced it, after it was lost.
             if self._actor is None or self._actor[0] != name:
                 return
             self._users -= 1
@@ -273,6 +281,7 @@ def publisher_key(part: PartRef) -> bytes:
 
 def set_pointer(part: PartRef, name: str) -> None:
     """Record the actor that lists the part."""
+    # Private API: Ray has no public key-value store.
     from ray.experimental.internal_kv import _internal_kv_put
 
     _internal_kv_put(

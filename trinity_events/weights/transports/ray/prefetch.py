@@ -83,6 +83,7 @@ class RayPartPrefetch:
                 call, self._call = self._call, None
                 self._process_reply(self._ray.get(call, timeout=DEADLINE))
             self._here.update(reference for reference in self._coming if reference in there)
+            # In order, because chunks are handed to the callback in order.
             while self._coming and self._coming[0] in self._here:
                 reference = self._coming.popleft()
                 self._here.remove(reference)
@@ -159,6 +160,7 @@ def prefetch(
         if not waited_for:
             stop.wait(_SHORTEST)
             continue
+        # A wait of Ray cannot be interrupted, so it is short for the stop event's sake.
         there, _ = ray.wait(waited_for, num_returns=1, timeout=_LOOK)
         for follower in followers:
             follower.advance(there)

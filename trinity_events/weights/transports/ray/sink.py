@@ -20,7 +20,7 @@ from .directory import Objects, PutAttempt
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 
-_ATTEMPTS = count(1)
+_ATTEMPTS = count(1)  # of the process: the directory compares numbers of different stores
 
 
 class Putter:
@@ -30,6 +30,7 @@ class Putter:
         self._ray = ray
         self._thread: ThreadPoolExecutor | None = None
         self._rooms: SimpleQueue[Bytes] = SimpleQueue()
+        # Two: one is filled while Ray copies the other.
         for _ in range(2):
             self._rooms.put(np.empty(0, np.uint8))
 
@@ -162,6 +163,7 @@ class RaySink:
         self._check()
         self._put_object()
         with self._register.explained_refusals(self._part):
+            # Each raises if its put failed, before the part is listed.
             references = [put.result() for put in self._putting]
             self._state = "listed"  # the call may have failed midway
             objects = Objects(references, self._sizes)
@@ -201,6 +203,7 @@ class RaySink:
 
     def _report_object(self, number: int, nbytes: int, put: Future[Any]) -> None:
         """Report an object to prefetching readers; runs in the thread that put it."""
+        # A late report of an abandoned attempt would be followed.
         if put.exception() is None and self._state != "given up":
             self._register.add_object(
                 self._part, self._attempt, number, Objects([put.result()], [nbytes])

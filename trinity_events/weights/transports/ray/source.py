@@ -93,6 +93,7 @@ class RaySource:
         ends, cuts = list(accumulate(sizes)), list(accumulate(lengths))
         if not (
             len(set(references)) == len(references) == len(lengths)
+            # An empty object would have no chunk, and shift all that follow.
             and 0 not in lengths
             and cuts[-1:] == ends[-1:]
             and set(cuts) <= set(ends)
@@ -107,6 +108,7 @@ class RaySource:
     def _as_they_come(self, pending: list[Any]) -> Iterator[list[tuple[Any, memoryview]]]:
         """Yield objects that are on this node, and then those that arrive from other nodes."""
         while pending:
+            # Those at hand are digested while others are under way.
             there, pending = self._ray.wait(pending, num_returns=len(pending), timeout=0)
             if not there:
                 there, pending = self._ray.wait(pending, num_returns=1, timeout=DEADLINE)

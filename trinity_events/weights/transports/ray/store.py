@@ -117,12 +117,14 @@ class RayStore:
         base: PartRef | None = None,
     ) -> None:
         """List a part that is complete."""
+        # Added again at the end: the order is that of publication.
         self._published.pop(part, None)
         self._published[part], self._bases[part] = objects, base
         name, directory = self._own_directory()
         confirmation = directory.add_part.remote(part, attempt, manifest, objects)
         set_pointer(part, name)  # while the directory keeps it
         self._pointers.add(publisher_key(part))
+        # Waited for: the log announces the part next, and readers then ask for it.
         self._ray.get(confirmation, timeout=self._deadline)
         for oldest in self._superfluous():
             self.delete(oldest)
@@ -204,6 +206,7 @@ class RayStore:
         self._seen = {}
         self._putter.close()
         self._putter = Putter(self._ray)  # releases the old buffers
+        # While the actor lives: its references keep the objects in the store.
         for part in list(self._published):
             self.delete(part)
         if self._is_in() and self._directory is not None:

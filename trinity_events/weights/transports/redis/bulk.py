@@ -24,6 +24,7 @@ _PIECE = 256 << 10
 """Bytes that are digested and sent at a time."""
 _SENT_AHEAD = 1 << 20
 """Bytes of the kernel's send buffer; its default is a fifth of that."""
+# Exact classes: that of TLS is a subclass, whose socket must not be bypassed.
 _PLAIN = (redis.connection.Connection, redis.connection.UnixDomainSocketConnection)
 
 
@@ -53,6 +54,7 @@ class BulkConnection:
     def __init__(self, connected: Any) -> None:
         # redis-py has connected, authenticated and selected the database; its buffers are empty.
         self._connection = connected
+        # Private attribute of redis-py's connection.
         self._socket: socket.socket = connected._sock
         if self._socket.family == socket.AF_UNIX:  # for other families the kernel tunes the buffer
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SENT_AHEAD)
@@ -118,11 +120,12 @@ class BulkConnection:
         """
         try:
             line = self._line()
-            if line == b"$-1":
+            if line == b"$-1":  # the null reply of RESP2
                 return None
             if not line.startswith(b"$") or not line[1:].isdigit():
                 raise BulkError("reply", line.decode(errors="replace"))
             length = int(line[1:])
+            # The rest of the value is on its way and belongs nowhere: the stream cannot go on.
             if length != sum(map(len, into)):
                 self.close()
                 return length
@@ -139,6 +142,7 @@ class BulkConnection:
 
     def _send(self, parts: list[memoryview]) -> None:
         while parts:
+            # One call for head, value and tail, without a copy that joins them.
             sent = self._socket.sendmsg(parts)
             while parts and sent >= len(parts[0]):
                 sent -= len(parts.pop(0))

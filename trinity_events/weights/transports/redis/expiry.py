@@ -43,6 +43,7 @@ class ExpiryRenewal:
     def add(self, part: PartRef, chunks: int, base: PartRef | None) -> None:
         """Renew a sealed part, and its base if it has one."""
         with self._lock:
+            # Added again at the end, so that the order is by age.
             self._parts.pop(part, None)
             self._parts[part] = _RenewedPart(chunks, base)
             needed = self._find_needed()
@@ -87,6 +88,7 @@ class ExpiryRenewal:
             entry = self._parts.get(part)
             if entry is None or self._stop.is_set():
                 return
+            # No transaction: thousands of keys in one would block the server.
             with self._redis.pipeline(transaction=False) as pipe:
                 for key in (manifest_key(*part), *chunk_keys(part, entry.chunks)):
                     pipe.expire(key, self.expire)

@@ -37,8 +37,10 @@ class Lease:
     def renew(self) -> None:
         """Renew the lease if it is due; call this after every read."""
         now = time.monotonic()
+        # Two renewals may be lost before the lease ends.
         if now - self._renewed >= self._seconds / 3:
             lasting = max(1, round(1000 * self._seconds))
+            # By the server's clock, as reader and publisher may be on hosts with different ones.
             self._scripts("take_lease", keys=[self._key], args=[self._who, lasting])
             self._renewed = now
 
@@ -61,9 +63,11 @@ class Retired:
 
         If too many retired versions have readers, the oldest is deleted anyway.
         """
+        # First: readers may have ended, and nothing then needs to be dropped.
         self.free()
         if self._read(part, chunks):
             self._chunk_counts[part] = chunks
+        # Versions, not parts: run, epoch and step without the rank.
         while len({part[:3] for part in self._chunk_counts}) > MOST_HELD:
             oldest = next(iter(self._chunk_counts))
             unlink(self._redis, oldest, self._chunk_counts.pop(oldest))

@@ -85,6 +85,8 @@ class RedisChunkStore:
         return self._server.read(f"the {part} were not opened", partial(self._open, part))
 
     def _open(self, part: PartRef) -> RedisSource | None:
+        # Before the manifest is read. A publisher removes the manifest first, so one of the two
+        # sees the other (decision 18).
         lease = Lease(self._scripts, self._redis, part, self._lease)
         manifest: bytes | None = self._redis.get(manifest_key(*part))
         if manifest is None:
@@ -145,6 +147,7 @@ class RedisSink:
         """Return one of two buffers, by turns."""
         if self._memory is None:
             self._memory = self._rooms.acquire(2 * self.chunk_bytes)
+        # The other half is being sent.
         begin = self._chunks % 2 * self.chunk_bytes
         return self._memory.data[begin : begin + self.chunk_bytes]
 
@@ -169,6 +172,7 @@ class RedisSink:
         """Send the manifest once the server has all chunks."""
         self._settle()
         self._values.set_whole(manifest_key(*self._part), manifest, self._keeping.expire)
+        # After the manifest: a part that was not sealed is left to its expiry.
         self._keeping.add(self._part, self._chunks, base)
 
     def discard(self) -> None:
@@ -229,6 +233,7 @@ class RedisSource:
         with closing(self.receive(rooms)) as received:
             for index, [room], length, digested in received:
                 whole = length == len(room)
+                # Of another length no byte was received: an empty chunk fails the check.
                 data = room if whole else None if length is None else memoryview(b"")
                 check(index, data, digested)
         return [memory]

@@ -81,6 +81,7 @@ class LargeValues:
         the return. If a changed value has to be sent again, ConnectionError is raised.
         """
         seen = Digesting()
+        # The client sent it, and digested nothing on the way.
         if not self._set(_Owed(key, value, expire), seen):
             return digest(value)
         digested = seen.digest()
@@ -121,6 +122,7 @@ class LargeValues:
         Yield the length of each value, or None if it is missing. A value of another length than its
         memory is not read.
         """
+        # Replies come in order: those to SETs would be taken for values.
         self.settle()
         coming, remaining = deque[ChunkRead](), iter(requests)
         try:
@@ -166,6 +168,7 @@ class LargeValues:
     def _redo(self) -> None:
         owed, self._owed = self._owed, deque()
         for key, value, expire, digested in owed:
+            # The digest is in the manifest already: other bytes would be a corrupt chunk.
             if digested is not None and digest(value) != digested:
                 raise ValueChanged(key)
             self.set_whole(key, value, expire)

@@ -80,6 +80,7 @@ class SharedMemorySource:
             raise CorruptPart(version=str(part), fault="contents")
         self._data = memory[DATA : DATA + data]
         self.manifest = bytes(memory[DATA + data : DATA + data + manifest])
+        # A segment is reused: digests of an earlier write say nothing about these bytes.
         generation, _ = WRITING.unpack_from(memory, WRITING_AT)
         self._seen = seen if seen is not None and seen.generation == generation else None
 
@@ -105,6 +106,7 @@ class SharedMemorySource:
         seen = self._seen
         if seen is None or index >= len(seen.digests):
             return None
+        # The writer may have cut other chunks than it announced, such as where its segment grew.
         there = (offset, size) == (index * seen.chunk_bytes, seen.chunk_bytes)
         return seen.digests[index] if there else None
 
@@ -122,6 +124,7 @@ class Mapping:
         if size == 0:
             raise CorruptPart(fault="empty")
         self.memory = memoryview(mmap.mmap(descriptor, size, flags=_POPULATED, prot=mmap.PROT_READ))
+        # The mapping outlives the descriptor of the lease.
         self._descriptor = os.dup(descriptor)
 
     def is_gone(self) -> bool:
@@ -136,8 +139,10 @@ class Mapping:
 
 def leased(descriptor: int, path: Path) -> bool:
     """Lock a segment for reading; return True if its name still denotes it."""
+    # Not waited for: its writer may take long, and the part is gone anyway.
     if not try_lock(descriptor, fcntl.LOCK_SH):
         return False  # it is being rewritten
+    # Looked at under the lock: the file may have been renamed between open and lock.
     return path.stat().st_ino == os.fstat(descriptor).st_ino
 
 
@@ -184,6 +189,7 @@ class PartPrefetch:
         """Digest some new chunks; return True if there were any."""
         if self.sealed or (self._descriptor < 0 and not self._open()):
             return False
+        # Before the lock is tried: a writer that has sealed left chunks to digest.
         if self._digest():
             return True
         # The writer holds its lock until the part is sealed or given up, or its process ends.
@@ -229,6 +235,7 @@ class PartPrefetch:
         assert self.seen is not None
         _, size, digests = self.seen
         memory = self._mapped(self._descriptor)
+        # The counter grows after the bytes are written, so what it covers is final.
         (filled,) = FILLED.unpack_from(memory, FILLED_AT)
         end = min(filled // size, len(digests) + _AT_ONCE) if size else 0
         if end == len(digests) or DATA + end * size > len(memory):
@@ -254,6 +261,7 @@ def prefetch(followers: Sequence[PartPrefetch], stop: threading.Event, deadline:
         came = [follower.advance() for follower in followers]
         if any(came):
             pause = _SHORTEST
+        # Nothing announces a counter in memory, so it is read again after a pause (decision 14).
         elif not all(follower.sealed for follower in followers):
             stop.wait(pause)
             reads = any(follower.seen is not None for follower in followers)

@@ -95,6 +95,7 @@ class SharedMemoryStore:
     def acquire_segment(self, rank: int) -> Segment:
         """Return a segment without readers, locked for writing."""
         for segment in self._idle:
+            # Its lock fails while any process reads it.
             if segment.take():
                 self._idle.remove(segment)
                 return segment
@@ -102,6 +103,7 @@ class SharedMemoryStore:
         if len(self._idle) + len(self._sealed) < most:
             return self._new_segment()
         # If the reducer retires no version, or late, the oldest are reused anyway.
+        # Deltas that are kept rest on them.
         needed = set(self._bases.values())
         for part, segment in self._sealed.items():
             if part not in needed and segment.take():
@@ -114,10 +116,12 @@ class SharedMemoryStore:
         self, part: PartRef, segment: Segment, nbytes: int, base: PartRef | None = None
     ) -> None:
         """Rename a complete segment to the part's name."""
+        # Before the rename: readers map the segment as soon as they find it.
         segment.trim(nbytes)
         self._last_size = nbytes
         self.delete(part)  # remove the result of an earlier attempt
         segment.rename(segment.path.with_name(file_name(part)))
+        # After the rename: a reader that gets the lock must find the part's name.
         segment.give()
         self._sealed[part], self._bases[part] = segment, base
         self._sink = None
@@ -211,6 +215,8 @@ class SharedMemoryStore:
         entries: list[tuple[int, Path]] = []
         for path in folder.glob(f"*/{name}") if owned(folder) else ():
             with suppress(FileNotFoundError):
+                # By the time of the rename: a restarted publisher may have published the part
+                # again.
                 entries.append((path.stat().st_ctime_ns, path))
         return [path for _, path in sorted(entries, reverse=True)]
 
@@ -285,6 +291,7 @@ class SharedMemorySink:
     def commit(self, nbytes: int) -> None:
         """Count the chunk as final, so that prefetching readers see it."""
         self._filled += nbytes
+        # After the bytes: readers digest what the counter covers.
         FILLED.pack_into(self._writing().memory(DATA), FILLED_AT, self._filled)
 
     def seal(self, manifest: bytes, base: PartRef | None = None) -> None:
@@ -316,6 +323,7 @@ class SharedMemorySink:
     def _begin(self, segment: Segment) -> None:
         segment.room(DATA, self._chunk_bytes)  # a new segment gets space for whole chunks
         header = segment.memory(DATA)
+        # Before it is exposed: a reader must not see counters or a header of the former part.
         header[:DATA] = bytes(DATA)
         WRITING.pack_into(header, WRITING_AT, secrets.token_bytes(8), self._chunk_bytes)
         self._store.expose(self._part, segment)
