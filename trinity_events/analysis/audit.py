@@ -141,6 +141,7 @@ class Auditor:
             empty = True
         else:
             empty = opening.checkpoint is None and not opening.step
+        # A log whose first entries are gone may begin with a resume.
         if isinstance(opening, RunOpened) or not self._roots:
             self._roots.append(_Root([], []))
         root = self._roots[-1]
@@ -300,6 +301,7 @@ class _Bookkeeper:
             for fact in epoch.facts:
                 if isinstance(fact, RolloutsDispatched):
                     recomputed.update(request.reason for request in fact.reissued)
+                    # Ordinals that an earlier epoch of the lineage has asked for too.
                     recomputed[RESUMED] += count(intersection(requested_ordinals, fact.ordinals))
                     requested_ordinals = union(requested_ordinals, fact.ordinals)
                 elif isinstance(fact, StepTrained):

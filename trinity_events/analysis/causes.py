@@ -179,8 +179,10 @@ def find_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
 
     There may be thousands: a view lists :data:`MOST_CAUSES` of those that it selects.
     """
+    # Of a run that ended, only its error counts: its open waits are left over.
     if state.closed is not None:
         return list(_closed(state))
+    # First: a process of another host, or of an earlier launch, must be blamed for nothing.
     facts = structs.replace(facts, processes=_select_judged(state, facts))
     links = _links(state, facts.now)
     ends = sorted(_ends(links), key=lambda end: _blame(end, facts))
@@ -194,6 +196,7 @@ def find_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
         # One cause, not two: the reducer of a launcher ends with it.
         *(_check_launcher(state, facts) or _check_reducer(state, facts)),
         *_check_trainer(state, facts),
+        # Lost explorers come first where none is left; else the run goes on without them.
         *([] if runs else lost),
         *first,
         *(_cause(end, state, facts) for end in ends),
@@ -478,6 +481,7 @@ def _step_links(state: MonitorState, now: int) -> Iterator[_Link]:
             on = tuple(_at_fault(state, step, kind, kind_state))
             by = f"step {step} {kind}"
             lacks = ", ".join(format_missing(step_state, kind, now, _MOST_MISSING)) or "nothing"
+            # From the commit on: before it, saves may still be dispatched and nothing is late.
             since = (
                 kind_state.committed_at
                 if kind_state.committed_at is not None
@@ -500,6 +504,7 @@ def _at_fault(state: MonitorState, step: int, kind: Kind, kind_state: KindState)
         ]
         if failed:
             return [_name(slot.role, slot.rank) for slot in failed]
+    # The role that publishes, which only the attempts name.
     role = next(
         (
             attempt.slot.role
@@ -553,6 +558,7 @@ def _ends(links: Sequence[_Link]) -> list[_End]:
     # Roots first; a circle has none, and is entered at its oldest wait.
     for link in sorted(links, key=lambda link: (link.by in named, link.since)):
         walk(link, 0)
+    # Only circles: each process waits for another one of them.
     if not ends and links:
         oldest = min(links, key=lambda link: link.since)
         ends.append(_End(next(iter(oldest.on), None), oldest, 0))

@@ -66,6 +66,7 @@ def format_outcomes(step: int, outcomes: Sequence[Outcome]) -> list[str]:
         outcomes,
         key=lambda outcome: (
             -outcome.epoch,
+            # False sorts before True: failures come first.
             outcome.outcome != "failed",
             KINDS.index(outcome.kind),
         ),

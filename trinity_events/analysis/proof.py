@@ -74,6 +74,7 @@ class Proof:
         self._causes[key] = event.caused_by
         what = event_tag(event)
         if isinstance(event, StepReady):
+            # Attempts that were tried again have several save ids: only these count.
             named = {save.save_id for save in event.saves}
             self._proven[key] = named | {part.manifest_digest for part in event.parts}
             what = event.version_digest or f"{event.save_count} saves"

@@ -131,6 +131,7 @@ class SpanBuilder:
                 StepRef(state.epoch, attempt.slot.step),
                 attempt.since * MILLISECOND,
                 state.position,
+                # An attempt that has not started waits for its turn.
                 is_turn=not attempt.started,
             )
         for wait_id, wait in state.waits.items():
@@ -153,6 +154,7 @@ class SpanBuilder:
                 self._open_attempt(entry_id, envelope, event)
             case SaveStarted(save_id=save_id):
                 if save_id in self._attempts and self._attempts[save_id].category == "wait":
+                    # The wait for the turn ends here, and the span of the save itself begins.
                     yield _close(self._attempts.pop(save_id), entry_id, envelope, "granted")
                 self._open_attempt(entry_id, envelope, event)
             case SaveProgressed():
@@ -171,6 +173,7 @@ class SpanBuilder:
 
     def _open_attempt(self, entry_id: str, envelope: Envelope, report: _Report) -> Span:
         event, slot = envelope.event, report.slot
+        # An expiry is published by the reducer, about the attempts of another process.
         holder = event.holder if isinstance(event, LeaseExpired) else envelope.producer
         span = self._attempts[report.save_id] = _attempt_span(
             format_producer(holder),
@@ -189,6 +192,7 @@ class SpanBuilder:
         span = self._attempts.get(report.save_id)
         if span is None:
             span = self._open_attempt(entry_id, envelope, report)
+            # The log begins after it, or the event was lost: the duration gives the begin.
             span.has_start = False
         return span
 

@@ -149,6 +149,7 @@ class Summarizer:
     def add(self, envelope: Envelope, nbytes: int) -> None:
         """Count one entry of ``nbytes`` bytes on the wire."""
         event = envelope.event
+        # Before the match: entries that no figure is made of count as well.
         self._events += 1
         self._bytes += nbytes
         match event:
@@ -167,6 +168,8 @@ class Summarizer:
             case WeightsApplied(version=ref):
                 version = self._version(ref.epoch, ref.step)
                 version.applied = True
+                # Without its opening, which may be of a trimmed part of the log, there is no
+                # transfer time.
                 if self._first_applications.add(envelope, event) and version.opened:
                     # The clocks of two hosts: the difference may be negative.
                     self._transfers.append(max(0.0, event.verified_at - version.opened))
@@ -225,7 +228,9 @@ class Summarizer:
         unapplied = [
             ref for ref, version in ready.items() if not (version.applied or version.refused)
         ]
+        # Older than what was applied: explorers take the newest, and may pass over those between.
         superseded = sum(ref < newest for ref in unapplied)
+        # A resumed epoch begins at its checkpoint's step, and has trained only those after it.
         steps = sum(
             last - self._first_steps.get(epoch, 0) for epoch, last in self._last_steps.items()
         )

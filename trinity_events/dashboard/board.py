@@ -98,6 +98,7 @@ class ServerRuns:
                     state = await current_state(RedisEventLog(self._client, run))
                     since = await abandoned_since(self._client, state)
                     summaries[run] = build_summary(state) | {"silent_since": since}
+                # A run of another version is listed with its problem.
                 except (SnapshotUnreadable, KeyConflict) as error:
                     summaries[run] = {"run": run, "problem": str(error)}
 
@@ -197,6 +198,7 @@ class Board:
                 await reader.run()
                 # It could not go on: the next viewer begins another one.
                 await anyio.sleep(_FRESH)
+            # One run's reader must not end those of the others, nor the server.
             except Exception:
                 logger.exception("the reader of run %s failed", run_id)
                 reader.problem = f"the reader of run {run_id} failed: see the dashboard's log"
@@ -210,6 +212,7 @@ class Board:
         if not unseen:
             raise TooManyRuns(self.limits.readers)
         oldest = min(unseen, key=lambda run: self._readers[run][0].used_at)
+        # Its memory is freed; a viewer that comes back waits for another index.
         self._readers.pop(oldest)[1].cancel()
 
 

@@ -120,6 +120,7 @@ BIT_OF_TAG: dict[str, int] = {tag: 1 << number for number, tag in enumerate(TYPE
 
 def find_category(event: Struct) -> int:
     """Return the number of an event's category; that of failures for a run that failed."""
+    # By its reason: one type of event has both a good end and a bad one.
     if isinstance(event, RunClosed | EpochClosed) and event.reason != "finished":
         return FAILURE
     return CATEGORY[type(event)]

@@ -102,7 +102,9 @@ class History:
         state = self.monitor.state
         for entry in entries:
             milliseconds = position(entry.id)[0]
+            # A server's clock may have gone back; the order of the ids has not.
             self.last = max(self.last, milliseconds)
+            # Before the fold, which counts the entry: a block begins at the number before it.
             block = self._find_block(entry.id, milliseconds)
             folded = fold_one(self.monitor, entry, self._decode)
             if folded.envelope is None:

@@ -43,12 +43,14 @@ class Series:
 
     def add(self, epoch: int, step: int, value: float) -> None:
         """Add a point; a value that is no number is left out."""
+        # JSON has neither NaN nor infinity, and a mean would take them up.
         if not math.isfinite(value):
             return
         self._pending.append((epoch, step, value))
         if len(self._pending) >= self._stride:
             self._points.append(_mean(self._pending))
             self._pending.clear()
+        # Pairs become one point, and from now on twice as many values make one.
         if len(self._points) > POINTS:
             self._stride *= 2
             pairs = zip(self._points[::2], self._points[1::2], strict=False)
@@ -56,6 +58,7 @@ class Series:
 
     def raise_to(self, epoch: int, step: int, value: float) -> None:
         """Add a point, or raise the last one if it is of this step: it shows the slowest."""
+        # A version's applications come one by one: the slowest explorer so far is shown.
         for points in (self._pending, self._points):
             if points and points[-1][:2] == (epoch, step):
                 points[-1] = (epoch, step, max(points[-1][2], value))

@@ -103,6 +103,7 @@ class ServerSource:
         end = position(await log.last_id())[0]
         self._first_retained = await log.first_retained_id(Stream.EVENTS)
         first = await self._first_archived() if self._first_retained is not None else None
+        # The log is whole: nothing was trimmed, or the archive has what was.
         if self._first_retained is None or first is not None:
             entries = [first] if first is not None else await log.read(limit=1)
             begin = position(entries[0].id)[0] if entries else end

@@ -79,6 +79,7 @@ async def get_timeline(
         Row(lane.name, lane.role, lane.rank, lane.rank) for lane in history.lanes[:ROWS]
     ]
     answer: dict[str, Any] = {"begin": begin, "end": end, "rows": [row.name for row in rows]}
+    # Counts come from the index; bars need the entries, which are read and folded again.
     if history.blocks.count_between(begin, end) > DETAILED:
         cells = await anyio.to_thread.run_sync(count_cells, history, begin, end, rows)
         return answer | {"mode": "counts", "width": history.activity.width, "cells": cells}

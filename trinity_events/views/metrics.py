@@ -162,6 +162,7 @@ class RunMetrics:
 
     def _show_metrics(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
+            # A label's values must stay bounded: user metrics may have names with numbers in them.
             if name in self._training or len(self._training) < _METRICS:
                 self._training.add(name)
                 self._metric.labels(self._run, name).set(value)
@@ -177,6 +178,7 @@ class RunMetrics:
         statuses = Count[str](explorer.shown_status for explorer in state.explorers.values())
         for status in _STATUSES:
             self._explorers.labels(run, status).set(statuses[status])
+        # The state has no statuses of explorers beyond its limit, only their ranks.
         unlisted = count_ordinals(state.unlisted_explorers)
         if unlisted:
             self._explorers.labels(run, "unlisted").set(unlisted)

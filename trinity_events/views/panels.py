@@ -85,7 +85,9 @@ def transfers_panel(state: MonitorState, now: int) -> RenderableType:
         bar = ProgressBar(total=expected, completed=have, width=_BAR)
         age = format_age(now - version.opened_at)
         table.add_row(f"weights {step}", bar, f"{have}/{expected} parts", age)
+    # Publications come first; what is left of the lines is for saves.
     for attempt in list(state.attempts.values())[: max(0, _LINES - rows)]:
+        # Shown above, as a version with its parts.
         if attempt.slot.kind == "weights":
             continue
         rows += 1

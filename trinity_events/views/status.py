@@ -46,6 +46,7 @@ def runs_table(runs: Iterable[tuple[MonitorState, int | None]]) -> Table:
         runs: The state of each run; an abandoned run also has the milliseconds of its last entry.
     """
     table = Table(box=None, pad_edge=False)
+    # Read twice: the first time for the column of prompts, which runs without rollouts lack.
     runs = list(runs)
     prompts = ["PROMPTS"] if any(state.ledger is not None for state, _ in runs) else []
     kinds = (kind.upper() for kind in KINDS)
@@ -104,6 +105,7 @@ def status_panel(
     if state.ledger is not None:
         prompts = visible(state.ledger.format_sums(), lines=False)
         about.append(Text.assemble(("prompts ", "dim"), prompts))
+    # Shown as characters, not obeyed: any writer of the log chose these words.
     about += [Text(visible(line, lines=False)) for line in format_resumption(state)]
     if state.closed_error is not None:
         about.append(Text(visible(state.closed_error, lines=False), style="red"))
@@ -111,6 +113,7 @@ def status_panel(
         came = format_age(now - reports_since)
         waiting_reports = f"Reports of explorers wait for a reducer; the oldest one came {came}."
         about.append(Text(waiting_reports, style="red"))
+    # An abandoned run has its own sentence, which says as much of all of its processes.
     if not silent and state.silent_trainer is not None:
         about.append(Text(format_silence([state.silent_trainer]), style="red"))
     if silent:
@@ -159,6 +162,7 @@ def _ready(state: MonitorState) -> Table:
     for kind in KINDS:
         pointer = state.ready.get(kind)
         if pointer is not None:
+            # The time of the entry that made it ready, by the server's clock.
             since = format_date_time(position(pointer.entry_id)[0])
             table.add_row(kind, format_ready_step(state, kind), since, (pointer.digest or "")[:20])
     return table
@@ -190,6 +194,7 @@ def _result(metrics: Mapping[str, float]) -> str:
     """Return metrics in words, each with the interval that two others give."""
     parts = []
     for name, value in metrics.items():
+        # The ends of an interval stand behind their metric.
         if name.removesuffix("_low").removesuffix("_high") in metrics.keys() - {name}:
             continue
         low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
@@ -214,6 +219,7 @@ def _explorers(
         if now is not None and explorer.last_heard_at is not None and state.closed is None:
             heard = format_age(now - explorer.last_heard_at)
         process = processes.get(name)
+        # Seen on this host, which is newer than what the log has.
         if process is not None and process.condition == "stopped":
             status = "suspended"
         else:

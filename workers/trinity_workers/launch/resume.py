@@ -218,6 +218,7 @@ async def earlier_run(
         NoSuchCheckpoint: if the run has no checkpoint of ``from_step``, in its log and folder.
         CannotResume: if the run has all of its steps, or has files that nothing resumes from.
     """
+    # The fold needs what was trimmed: the reducer's snapshot may be of before it.
     archive = Archive(folder, log.run_id)
     state = await current_state(log, partial(archive.read, Stream.EVENTS))
     checkpoint = None if fresh else _ready_checkpoint(state)
@@ -226,6 +227,7 @@ async def earlier_run(
         if from_step not in by_step:
             raise NoSuchCheckpoint(log.run_id, from_step, tuple(sorted(by_step)), folder)
         checkpoint = by_step[from_step]
+    # Files that nothing resumes from: a run that begins at step 1 would mix its own with them.
     if checkpoint is None and not fresh:
         await _refuse_other_files(state, log.run_id, folder)
     reached = StepRef(state.epoch, state.trainer_step)
@@ -382,6 +384,7 @@ def _ready_checkpoint(state: MonitorState) -> StepRef | None:
 def _checkpoints_on_disk(state: MonitorState, folder: Path) -> dict[int, StepRef]:
     """Return the checkpoints of the lineage whose folders have evidence, by their steps."""
     newest = _ready_checkpoint(state)
+    # Evidence on disk and the log must both say so (decision 35).
     whole = {*state.complete_checkpoints, *([] if newest is None else [newest.step])}
     spans = lineage_spans(state)
     return {
@@ -402,6 +405,7 @@ def _steps_with_evidence(folder: Path, complete: Collection[int] = ()) -> set[in
         complete: Steps that the log has as complete. Their folders of version 0.1 get a mark.
     """
     steps: set[int] = set()
+    # A new run has no folder yet.
     with suppress(FileNotFoundError, NotADirectoryError), OpenFolder.open_run(folder) as run:
         for name in run.names():
             step = parse_final_name(name)
@@ -415,6 +419,7 @@ def _is_verified(run: OpenFolder, step: int, *, is_complete: bool) -> bool:
         evidence = load_evidence(run, step, _CHECKPOINT if is_complete else None)
     except OSError:
         return False
+    # A folder without evidence may be half written: it is no checkpoint (decision 35).
     return evidence is not None and evidence.may_be_checkpoint
 
 

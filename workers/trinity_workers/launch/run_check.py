@@ -121,6 +121,7 @@ async def find_mistakes(
         # Groups of errors too, as those of task groups.
         except Exception as caught:
             error = first_error(caught)
+            # A defect of ours, or of the user's library: its traceback says more than a sentence.
             if not isinstance(error, TrinityError):
                 raise
             for mistake in error.errors if isinstance(error, SetsUnusable) else (error,):
@@ -163,6 +164,7 @@ def _checks(
         )
     needs = Needs.for_run(config, explorers=config.explorers if alone else 0)
     yield partial(check_gpus, needs, ray_address)
+    # Adapters and the built-in model are small.
     if folder is not None and root is not None and _saves_model(config):
         yield here(_check_disk, folder, root)
 

@@ -76,6 +76,7 @@ class LoggedEvaluations(Struct):
         if isinstance(event, EvaluationFinished):
             earlier, step = self.sets.get(event.name), event.version.step
             self.sets[event.name] = EvaluationResults(
+                # An evaluation that failed has a place in the table and no first result.
                 first_step=earlier.first_step if earlier and earlier.first else step,
                 first=earlier.first if earlier and earlier.first else event.metrics,
                 last_step=step,
@@ -103,6 +104,7 @@ class LoggedMetrics(Struct):
         event = envelope.event
         if isinstance(event, StepTrained) and "reward" in event.metrics:
             self.rewards.append(event.metrics["reward"])
+            # Zero for loops of users that report none; the table has the row all the same.
             self.scores.append(event.metrics.get("score", 0.0))
             self.staleness.append(event.metrics.get("staleness", 0.0))
 
@@ -246,6 +248,7 @@ def summary_table(summary: DemoSummary) -> Table:
 def _weight_rows(summary: DemoSummary) -> list[tuple[str, str]]:
     """Return the rows of the weights on their way to explorers; one if they stay where they are."""
     log = summary.log
+    # No version travels: rows of zeros would look like a fault.
     if summary.transport == "none":
         return [
             ("weight versions", "none: the trainer's ranks generated with the weights they held")
@@ -340,6 +343,7 @@ def _failed_rows(failed: Sequence[FailedStep]) -> list[tuple[str, str]]:
         return []
     steps = [f"{failure.step} ({' and '.join(failure.kinds)})" for failure in failed]
     more = f", and {len(steps) - _LISTED} before them" if len(steps) > _LISTED else ""
+    # The last ones: what failed lately is what the user looks for.
     return [("FAILED saves", f"of step {', '.join(steps[-_LISTED:])}{more}")]
 
 

@@ -112,6 +112,7 @@ def _read_training_set(
         raise MixRefused("source", name)
     questions = read_questions(
         settings.questions,
+        # Options of the set come last: they are of its own source.
         structs.replace(options, source=options.source | settings.source),
         prompt=settings.prompt or prompt,
         answer=settings.answer or answer,
@@ -177,6 +178,7 @@ def _load_set_rewards(
     }
 
     def reward(question: Question, answer: Answer) -> Any:
+        # A question names its set, which is not part of its content.
         return rewards[question.set](question, answer)
 
     return reward

@@ -173,6 +173,7 @@ def _seed(seed: int, name: str) -> int:
 def _check_same_fields(sets: Mapping[str, Sequence[Question]]) -> None:
     """Raise MixRefused if the questions of two sets differ in fields, which one reward reads."""
     fields = {name: _find_fields(questions) for name, questions in sorted(sets.items())}
+    # Neighbours are enough: if all of them agree, all sets do.
     for (name, own), (following, others) in pairwise(fields.items()):
         for having, lacking, missing in (
             (name, following, sorted(own - others)),

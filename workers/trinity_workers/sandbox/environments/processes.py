@@ -127,6 +127,7 @@ class EnvironmentProcesses:
             try:
                 reply = await self._exchange(process, request)
             except TimeoutError:
+                # Asked before the error leaves the pool's block, which kills the process.
                 where = await process.place()
                 raise EnvironmentFailed(self.name, "slow", where, self.deadline) from None
             except PIPE_CLOSED:
