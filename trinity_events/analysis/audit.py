@@ -1,4 +1,10 @@
-"""Audit of the rollout ledger: the fate of each dispatched ordinal, counted from the log."""
+"""Audit of the rollout ledger: the fate of each dispatched ordinal, counted from the log.
+
+1. An event counts once, and only in the epoch that is current at its place in the log.
+2. Of an epoch that was resumed from, steps after the checkpoint count for nothing.
+3. A contradiction is added to the books, and never raised: an audit always has a result.
+4. Each dispatched ordinal is trained, dropped or open; the sums are compared at the end.
+"""
 
 from __future__ import annotations
 

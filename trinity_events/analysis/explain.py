@@ -50,6 +50,7 @@ def explain(
 def _explained(state: MonitorState, step: int, now: int | None, named: int | None) -> str:
     step_state = state.steps.get(step)
     if step_state is None:
+        # Compacted: the state is bounded, and knows of old steps only that they are settled.
         if step <= state.forgotten_through:
             return f"Step {step} was settled and its details are no longer kept."
         return f"Nothing is known of step {step} in epoch {state.epoch} of run {state.run_id}."
@@ -79,6 +80,7 @@ def format_unfinished(state: MonitorState, *, now: int | None = None) -> list[st
 
 def _until(state: MonitorState, now: int | None) -> int:
     """Return the milliseconds to which ages are counted: the end of the run, or ``now``."""
+    # Ages stop with the run: what was missing then is not missing longer and longer.
     if state.closed_at is not None:
         return state.closed_at
     # At least the last entry: the clock of the question may be behind the server's.

@@ -93,6 +93,7 @@ class MetricsReader:
         if dropped := sum(map(count, event.dropped.values())):
             values["rollout/dropped_prompts"] = float(dropped)
         now = envelope.occurred_at
+        # Of one epoch alone: a run that was resumed after days had no step that long.
         if self._trained_at is not None and self._trained_at[0] == envelope.epoch:
             values["perf/step_seconds"] = max(0.0, now - self._trained_at[1])
         self._trained_at = envelope.epoch, now

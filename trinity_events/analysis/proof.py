@@ -149,6 +149,7 @@ class Proof:
                 type=event_tag(envelope.event),
                 by=format_producer(envelope.producer),
                 what=what,
+                # The entry that the announcement names: the fold announced as it folded that one.
                 final=self._causes.get((envelope.epoch, kind)) == entry_id,
             )
         )
@@ -156,6 +157,7 @@ class Proof:
     @property
     def entries(self) -> list[ProofEntry]:
         """Entries by epoch, kind and part."""
+        # A stable order: entries of one part stay in the order of the log.
         return sorted(
             self._entries,
             key=lambda entry: (entry.epoch, KINDS.index(entry.kind), _PARTS.index(entry.part)),

@@ -106,6 +106,7 @@ class Timeline:
             is_announcement = isinstance(event, ANNOUNCEMENT_TYPES)
             process = "announcements" if is_announcement else format_producer(envelope.producer)
             yield Moment(process=process, name=_title(event), at=now, facts=_facts(event))
+        # A later epoch begins with no open span.
         if isinstance(event, RunClosed):
             yield from self._end_open("the run was closed")
 
@@ -129,6 +130,7 @@ class Timeline:
             case VersionOpened(step=step):
                 version = StepRef(epoch, step)
                 self._versions[version] = _version_span(entry_id, version)
+                # Versions that never became ready would else stay.
                 trim_oldest(self._versions, KEPT_STEPS_AT_MOST)
             case StepReady(kind="weights"):
                 version = StepRef(event.epoch, event.step)

@@ -24,6 +24,7 @@ class FirstApplications:
         explorer, version = envelope.producer.incarnation, event.version
         newest = self._newest.get(explorer, version)
         self._newest[explorer] = max(newest, version)
+        # Names are of incarnations: a run whose explorers restart would have ever more of them.
         trim_oldest(self._newest, KEPT_EXPLORERS)
         is_earlier = version < newest
         is_return = version == newest and explorer in self._went_back

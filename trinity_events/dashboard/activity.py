@@ -49,6 +49,7 @@ class Activity:
         while lane >= len(self._lanes):
             self._lanes.append(array("H", bytes(2 * BUCKETS * _PLANES)))
         cells = self._lanes[lane]
+        # Category by category, so that a category without events is skipped as one slice.
         cell = category * BUCKETS + max(at, 0)
         if cells[cell] < _FULL:
             cells[cell] += 1

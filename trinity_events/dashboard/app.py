@@ -326,6 +326,7 @@ class _Live:
         # One at a time: viewers that come meanwhile find the message made.
         async with self._encoding:
             cached = self._frames.get(run)
+            # Another reader of the run counts its versions from the beginning.
             if cached is None or cached[0] is not reader or cached[1] != reader.version:
                 version = reader.version
                 data = encode(await queries.get_now(reader))

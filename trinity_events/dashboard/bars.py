@@ -146,6 +146,7 @@ def _span_bar(span: Span) -> Bar:
         lane=span.process,
         begin=begin,
         end=end,
+        # A failure has its colour, whatever was being done.
         category=FAILURE if outcome == "failed" else _CATEGORIES[span.category],
         label=_format_label(span)[:_LABEL],
         entry=span.entry,

@@ -105,8 +105,10 @@ async def _states(reader: RunReader) -> list[dict[str, Any]]:
     history = await reader.indexed()
     last = await queries.get_state(reader, number=history.number)
     size = len(msgspec.json.encode(last))
+    # States of thousands of explorers are large: the file has fewer of them then.
     most = max(8, min(_STATES, _STATE_BYTES // max(1, size)))
     marks = [mark.number for mark in history.marks][-most // 3 :]
+    # Before and after: a viewer compares the two.
     candidates = {number for mark in marks for number in (mark - 1, mark)}
     parts = max(2, most - len(candidates))
     length = history.number - history.first

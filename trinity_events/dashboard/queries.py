@@ -176,6 +176,7 @@ async def explain_step(reader: RunReader, step: int) -> dict[str, Any]:
     blocks = [
         block for block in history.blocks.all if block.least_step <= step <= block.greatest_step
     ]
+    # The last ones: what decided the outcome of a step comes at its end.
     for block in blocks[-SEARCHED:]:
         start = await reader.at(block.number)
         entries = await reader.source.read(before(block.first), limit=block.entries)
@@ -238,6 +239,7 @@ async def get_versions(reader: RunReader, number: int | None = None) -> dict[str
     run_figures, state = history.figures, history.state
     if number is not None and number < history.number:
         end = max(history.first, number)
+        # Not from the beginning: the versions of a moment were opened shortly before it.
         start = await reader.at(max(history.first, end - _BEFORE))
         entries = await reader.exactly(start.state.position, end - start.state.entries)
         run_figures, state = await anyio.to_thread.run_sync(_figures, start.state, entries)

@@ -1,4 +1,10 @@
-"""Reader of one run, shared by all viewers: it indexes the log, follows it, and answers."""
+"""Reader of one run, shared by all viewers: it indexes the log, follows it, and answers.
+
+1. The commands that it sends to the server do not grow with the number of viewers.
+2. ``version`` grows with each change of an answer. Nothing is queued for a viewer.
+3. A fault of the server keeps the index: reading goes on from where it was.
+4. Long work is done in turns of a few entries, or in a thread: other requests are answered between.
+"""
 
 from __future__ import annotations
 

@@ -86,6 +86,7 @@ async def search_events(reader: RunReader, query: Search) -> dict[str, Any]:
             start = await reader.at(block.number)
             entries = await reader.source.read(before(block.first), limit=max(count, 0))
             matching = await anyio.to_thread.run_sync(_matching, start.state, entries, query)
+            # The fold goes forward, and results go backward.
             results += reversed(matching)
         end = block.number
         at -= 1

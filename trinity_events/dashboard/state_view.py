@@ -139,6 +139,7 @@ def _steps(state: MonitorState) -> list[dict[str, Any]]:
 
 
 def _kind(step: StepState, name: str, kind: KindState) -> dict[str, Any]:
+    # Slots may be more than were registered, before the registration comes.
     have, expected = kind.finished, max(count_registered(kind), len(kind.slots))
     if name == "weights" and step.version is not None:
         have, expected = len(step.version.parts), len(step.version.ranks)

@@ -212,6 +212,7 @@ def _in_seconds(schema: Any, name: str = "") -> None:
     if name in _MOMENTS and schema.get("type") == "integer":
         schema["type"] = "number"
     for field, inner in schema.items():
+        # Names below these are fields; all others are keywords of JSON Schema.
         if field in ("properties", "$defs"):
             for property_name, inner_schema in inner.items():
                 _in_seconds(inner_schema, property_name)

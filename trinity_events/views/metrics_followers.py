@@ -165,6 +165,7 @@ class RunFollowers:
         try:
             log = RedisEventLog(self._client, run)
             last, clock = position(await log.last_id())[0], time.time() * 1000 + self._ahead
+            # Both: a run that is led may wait for a day, and one without a reducer may still train.
             if clock - last > SILENT_FOR * 1000 and not await self._client.exists(log.keys.leader):
                 return "gone"
             # Its follower has it already: no fold is needed.

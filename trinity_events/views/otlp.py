@@ -116,6 +116,7 @@ class StepTraces:
         step = self._steps.get(ref)
         if step is None:
             step = self._steps[ref] = _StepTrace(span.begin, span.end)
+            # An endless log never says that a step gets no more spans.
             if len(self._steps) > _OPEN_STEPS:
                 self._end_step(next(iter(self._steps)))
         step.begin, step.end = min(step.begin, span.begin), max(step.end, span.end)

@@ -80,6 +80,7 @@ class PerfettoTrace:
         track = self._tracks.get(names)
         if track is not None:
             return track
+        # Counters are of the run, and of no process.
         counter = names[0] == ""
         parent = _ROOT if counter or len(names) == 1 else self._track(names[0])
         number = self._tracks[names] = len(self._tracks) + _ROOT + 1

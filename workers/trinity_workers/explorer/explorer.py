@@ -1,4 +1,11 @@
-"""Exploration loop: claims rollout requests, answers them, and installs new weights."""
+"""Exploration loop: claims rollout requests, answers them, and installs new weights.
+
+1. A claim is answered, failed or given back, or it lapses, and then belongs to another explorer.
+2. Claims are renewed while they wait for the engine, and until they are answered.
+3. Training and evaluation take turns at the engine; neither installs in the turn of the other.
+4. An explorer that is out of service claims nothing, as others can answer what it would hold.
+5. It ends once the last version is installed. RunEnded, EngineEnded or a deadline end it before.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Prefetch of weight versions while they are published, and their installation in an engine."""
+"""Prefetch of weight versions while they are published, and their installation in an engine.
+
+1. The synchronizer does one thing at a time: a read in flight ends before an installation begins.
+2. Training never goes back to an older version. Only evaluations do, by ``install_again``.
+3. A version that cannot be installed is skipped, and asked for again; the next one ends the wait.
+"""
 
 from __future__ import annotations
 

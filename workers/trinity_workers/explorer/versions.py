@@ -1,4 +1,9 @@
-"""Follower of a run's weight versions: it waits for announcements, never for a timer."""
+"""Follower of a run's weight versions: it waits for announcements, never for a timer.
+
+1. Announcements of earlier epochs count for nothing. A newer epoch ends each wait with RunEnded.
+2. A version that is ready is returned although the run was closed after its announcement.
+3. A version that was skipped is waited past until it is sent again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""One explorer as a process of its own: it needs the run's servers and folder, and no Ray."""
+"""One explorer as a process of its own: it needs the run's servers and folder, and no Ray.
+
+1. It explores one epoch at a time, on a rank that it holds. A newer epoch cancels the present one.
+2. A finished epoch is explored to its last version. After another end, a newer epoch is waited for.
+3. A silent trainer is given up ``explorer.wait_for_run`` seconds after the first silence. Requests
+   that were answered begin the count again.
+4. Settings of each epoch are checked before anything that they name is imported.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Ranks of explorers, each held by a lease: an explorer without a given rank claims a free one."""
+"""Ranks of explorers, each held by a lease: an explorer without a given rank claims a free one.
+
+1. Of two explorers without a given rank, at most one holds a rank (``SET`` with ``NX``).
+2. A claim is renewed by its token alone: an explorer never renews the claim of another one.
+3. A claim that lapsed is made again, or raises RankLost where another explorer has the rank.
+"""
 
 from __future__ import annotations
 

@@ -54,6 +54,7 @@ class ActorRolloutRefWorker(RoleWorker):
         if role not in get_args(Role):
             raise RoleRefused("unknown", type(self).__name__, role, choices=get_args(Role))
         self._role = role
+        # "actor_rollout_ref" is its parts with underscores between, as veRL names it.
         self._parts: set[str] = set(role.split("_"))
         self._rollouts: RankRollouts | None = None
 

@@ -24,6 +24,7 @@ class RewardWorker(RoleWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the reward model. Raises RoleRefused if the run has none."""
+        # Before the base loads anything: all ranks refuse alike, and none waits for another.
         if self._config.reward_folder is None:
             raise RoleRefused("reward model", type(self).__name__)
         super().init_model()

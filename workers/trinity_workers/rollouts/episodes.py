@@ -453,6 +453,7 @@ class Episodes:
         score = self.error_score
         parts = {} if self.needed_part is None else {self.needed_part: score}
         sample = self._experience(episode, Rewarded(reward=score, parts=parts))
+        # The contract refuses a longer one, and an empty one would mark no error.
         sentence = fault.sentence[:LONGEST_REWARD_ERROR] or fault.error_type
         return replace(sample, reward_error=sentence)
 
@@ -471,6 +472,7 @@ class Episodes:
             reward_parts=rewarded.parts,
             finished=episode.finished,
             question_set=episode.question.set,
+            # An episode is as proven as its least proven turn (decision 49).
             proof=find_weakest(episode.proofs),
         )
 

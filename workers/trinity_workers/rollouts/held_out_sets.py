@@ -35,6 +35,7 @@ class HeldOutSet:
         self.settings = settings
         self.questions = questions
         self.sampling = sampling
+        # Of the content alone, not of the name: trainer and explorers compare what is asked.
         self.fingerprint = f"sha256:{hashlib.sha256(encode_content(questions)).hexdigest()}"
 
     def question(self, ordinal: int) -> Question:

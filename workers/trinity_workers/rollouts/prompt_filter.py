@@ -93,6 +93,7 @@ class PromptFilter:
         self._task = task
         self._tokenizer = tokenizer
         self._template_kwargs = config.rollouts.chat_template_kwargs
+        # One pass of a task with a length; a task without one could be overlong for ever.
         self._most = len(task) if isinstance(task, Sized) else MOST_OVERLONG
         self._in_a_row = 0
         self._shortest = 0

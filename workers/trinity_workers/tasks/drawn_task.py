@@ -67,6 +67,7 @@ class DrawnTask(ABC):
             raise PackageMissing(
                 f"task {self.name}", "reasoning-gym", "trinity-events[workers]"
             ) from None
+        # One seed for all runs: the order of questions comes from their indices (see _index).
         return reasoning_gym.create_dataset(self.family, seed=0, **self.options)
 
     @cached_property
@@ -114,6 +115,7 @@ class DrawnTask(ABC):
                 yield question
 
     def _draws(self, stream: str) -> Iterator[Question]:
+        # From a hashed begin on, by one each: streams of other names do not overlap but by chance.
         index = self._index(stream)
         while True:
             yield self._entry(index)

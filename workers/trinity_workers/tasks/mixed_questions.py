@@ -125,9 +125,11 @@ class MixedQuestions:
         self.sets = {
             name: QuestionSet(
                 f"task.sets.{name}",
+                # Named here: rewards of families find their verifier by the set.
                 [msgspec.structs.replace(question, set=name) for question in sets[name]],
                 seed=_seed(seed, name),
                 shuffle=shuffle,
+                # Empty, not None: no set holds out questions of its own where others are given.
                 evaluation=None if evaluation is None else (),
             )
             for name in self.mix.shares

@@ -40,6 +40,7 @@ class QuestionSet:
         self.name = name
         self.seed = seed
         self.shuffle = shuffle
+        # All of them: the fingerprint is also of what is held out.
         self._all = questions
         # By instance: sets that are mixed do not evict each other's orders.
         self._order = lru_cache(maxsize=4)(_make_order)

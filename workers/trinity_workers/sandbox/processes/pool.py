@@ -1,4 +1,9 @@
-"""Pool of processes that run a user's code, each killed and replaced when a call to it fails."""
+"""Pool of processes that run a user's code, each killed and replaced when a call to it fails.
+
+1. A process has one call at a time, and there are at most ``count`` processes.
+2. Only a call without an error gives its process back. Any other one kills it, a cancelled one too.
+3. A process is killed with all that it started in its session.
+"""
 
 from __future__ import annotations
 
