@@ -222,6 +222,7 @@ class _Bookkeeper:
             self._contradict("ledger-digest", "the ledger differs from its digest")
         try:
             self._ledger = Ledger.restored(ledger)
+        # Sums that contradict themselves cannot be gone on with: the log's own ledger stays.
         except LedgerError as error:
             self._contradict("ledger-sums", str(error))
             return

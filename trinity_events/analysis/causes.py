@@ -383,6 +383,7 @@ def _check_lost_explorers(state: MonitorState, facts: LiveFacts) -> Iterator[Cau
         if process is None or process.condition == "running":
             host = _format_other_host(state, facts, name)
             lost.setdefault((lease.holder.node, host), []).append(lease)
+    # By host: when a host or its link fails, hundreds of explorers are one cause.
     for (_, host), leases in lost.items():
         yield Cause(
             reason="silent",
@@ -401,6 +402,7 @@ def _check_excluded(state: MonitorState) -> Iterator[Cause]:
 
 def _check_groups(facts: LiveFacts) -> Iterator[Cause]:
     for group in facts.groups:
+        # A group that no member has read for has no idle time; one that lacks nothing may be idle.
         if group.idle is None or group.idle < UNREAD or not (group.pending or group.lag):
             continue
         member = "" if group.holder is None else f", most of them of member {group.holder}"
@@ -538,6 +540,7 @@ def _ends(links: Sequence[_Link]) -> list[_End]:
     """
     by: dict[str, list[_Link]] = {}
     for link in links:
+        # A process may have several waits open at once, from several threads.
         by.setdefault(link.by, []).append(link)
     ends: list[_End] = []
     walked_ids: set[int] = set()
@@ -567,6 +570,7 @@ def _ends(links: Sequence[_Link]) -> list[_End]:
 
 def _blame(end: _End, facts: LiveFacts) -> tuple[int, int, int]:
     """Return the order of an end: lower is nearer to the first cause."""
+    # Of an end that names no process, the one that waits is looked at.
     process = facts.processes.get(end.process or end.link.by)
     if process is not None and process.condition != "running":
         severity = 0
@@ -581,6 +585,7 @@ def _blame(end: _End, facts: LiveFacts) -> tuple[int, int, int]:
 def _cause(end: _End, state: MonitorState, facts: LiveFacts) -> Cause:
     link, process = end.link, end.process
     culprit = process
+    # A step is no process, and cannot be at fault.
     if culprit is None and not link.by.startswith("step "):
         culprit = link.by
     host_process = None if culprit is None else facts.processes.get(culprit)

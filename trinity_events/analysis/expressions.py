@@ -233,6 +233,7 @@ def _follow(document: Any, path: list[str | None]) -> list[Any]:
     """Return the values at a path: one without ``*``, which is None if the path leads nowhere."""
     values = [document]
     for name in path:
+        # Breadth first: each name of the path is taken for all values at once.
         values = [inner for value in values for inner in _children(value, name)]
     return values
 

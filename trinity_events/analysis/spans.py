@@ -220,6 +220,7 @@ class SpanBuilder:
 
     def _open_wait(self, entry_id: str, envelope: Envelope, event: WaitStarted) -> None:
         span = self._waits.get(event.wait_id)
+        # A wait is reported again while it lasts: only its first report opens a span.
         if span is None:
             lane, name = f"wait {event.wait_id}", f"waits for {event.what}"
             span = self._waits[event.wait_id] = _open(entry_id, envelope, lane, name, "wait")
@@ -303,6 +304,7 @@ def _apply(entry_id: str, envelope: Envelope, event: WeightsApplied) -> Iterator
     """Yield the spans of an application: the fetch, which is verified at its end, and the pause."""
     name = f"version {event.version.epoch}/{event.version.step}"
     pause = _open(entry_id, envelope, "pause", name, "pause")
+    # The event comes at the end of the pause.
     pause.begin -= _nanoseconds(event.phases.pause)
     pause.trace = envelope.trace
     fetch = _open(entry_id, envelope, "fetch", name, "fetch")

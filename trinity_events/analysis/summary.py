@@ -163,6 +163,7 @@ class Summarizer:
                 self._version(envelope.epoch, step).opened = envelope.occurred_at
             case VersionPartPublished(step=step, seconds=seconds):
                 version = self._version(envelope.epoch, step)
+                # Ranks publish side by side: the loop is held for as long as the slowest one.
                 version.stall = max(version.stall, seconds)
                 version.parts[event.rank] = event
             case WeightsApplied(version=ref):
@@ -173,6 +174,7 @@ class Summarizer:
                 if self._first_applications.add(envelope, event) and version.opened:
                     # The clocks of two hosts: the difference may be negative.
                     self._transfers.append(max(0.0, event.verified_at - version.opened))
+                # Every application, also a repeated one, holds the engine.
                 self._pauses.append(event.phases.pause)
             case VersionRefused(version=ref):
                 self._version(ref.epoch, ref.step).refused = True
@@ -196,6 +198,7 @@ class Summarizer:
                 self._version(envelope.epoch, step).opened = envelope.occurred_at
                 self._saving[StepRef(envelope.epoch, step)] = envelope.occurred_at
             case StepCommitted(step=step, kind="state_dict"):
+                # Files hold the loop from the start of their save to the commit.
                 began = self._saving.pop(StepRef(envelope.epoch, step), None)
                 if began is not None:
                     version = self._version(envelope.epoch, step)

@@ -208,6 +208,7 @@ class Board:
     def _make_room(self) -> None:
         if len(self._readers) < self.limits.readers:
             return
+        # Only runs without a viewer: a page that is open keeps its index.
         unseen = [run for run, (reader, _) in self._readers.items() if not reader.viewers]
         if not unseen:
             raise TooManyRuns(self.limits.readers)

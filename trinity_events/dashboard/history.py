@@ -121,6 +121,7 @@ class History:
         """Return the number of a producer's lane."""
         lane = self._lane_of.get((role, rank))
         if lane is None:
+            # The last place is of all further producers together.
             lane = min(len(self.lanes), self._most_lanes - 1)
             if len(self.lanes) < self._most_lanes - 1:
                 self.lanes.append(Lane(f"{role}-{rank}", role, rank, node))
@@ -162,6 +163,7 @@ class History:
         block.types |= TYPE_BIT[type(event)]
         self.figures.add(milliseconds / 1000, announcement)
         if isinstance(event, StepFailed):
+            # Cut: the marks of a run are all sent to each viewer.
             text = f"step {event.step} {event.kind}: {event.reason[:200]}"
             self._mark(entry_id, milliseconds, "step-failed", text)
 

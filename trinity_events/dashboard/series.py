@@ -72,6 +72,7 @@ class Series:
 
 def _mean(points: list[tuple[int, int, float]]) -> tuple[int, int, float]:
     epoch, step, _ = points[-1]
+    # At the step of the last value: the curve ends where the run is.
     return epoch, step, math.fsum(value for _, _, value in points) / len(points)
 
 
@@ -164,6 +165,7 @@ class Figures:
             return
         version = self._version(StepRef(event.epoch, event.step))
         version.ready_at, version.digest = at, event.version_digest or ""
+        # Once its version is ready, when the parts of all ranks are known.
         self.times["stall"].add(event.epoch, event.step, version.stall)
 
     def _applied(self, at: float, envelope: Envelope, event: WeightsApplied) -> None:

@@ -151,6 +151,7 @@ class _Simulation:
         self._order += 1
         producer = None if isinstance(event, bytes) else self._producer(*who)
         happening = _Happening(at, self._order, producer, event, self.epoch, repeat)
+        # With a number of its own: events of one moment stay in the order of their plan.
         heapq.heappush(self._coming, (at, self._order, happening))
 
     def _producer(self, role: str, rank: int) -> Producer:

@@ -108,6 +108,7 @@ class ServerSource:
             entries = [first] if first is not None else await log.read(limit=1)
             begin = position(entries[0].id)[0] if entries else end
             return Beginning(MonitorState(run_id=self.run_id), begin, end)
+        # It lacks entries before the first one retained: the index begins at the snapshot.
         self._archive = None
         state = (await load_monitor(log)).monitor.state
         note = (
@@ -168,6 +169,7 @@ class ServerSource:
 
     async def newest_state(self) -> MonitorState | None:
         """Return the state of the reducer's last snapshot; None without one."""
+        # Without a snapshot, the state would have to be folded from the beginning.
         snapshot, _ = await self._log.load()
         if snapshot is None:
             return None

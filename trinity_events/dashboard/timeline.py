@@ -44,6 +44,7 @@ def parse_rows(text: str) -> list[Row]:
         InvalidQuery: if a name is neither a lane nor a range of lanes.
     """
     rows: list[Row] = []
+    # Cut before it is parsed: the query comes from outside.
     for name in text.split(",")[:ROWS] if text else ():
         role, colon, ranks = name.rpartition(":")
         if name == OTHERS:
@@ -141,6 +142,7 @@ def build_rows(
     row_of: dict[str, int] = {}
     grouped: set[int] = set()
     for number, row in enumerate(rows):
+        # A row of many ranks has no room for bars, which would lie over one another.
         if row.first != row.last:
             grouped.add(number)
         for lane in history.lanes:

@@ -80,6 +80,7 @@ def _format_value(value: Any) -> str:  # noqa: PLR0911
             return f"{value.expected}x{value.kind}"
         case ReissuedRollout():
             return f"{value.ordinal}#{value.attempt}({value.reason})"
+        # Before the other tuples: ranges of ordinals are tuples of tuples.
         case tuple() if value and all(isinstance(element, tuple) for element in value):
             return compact_ranges(value)  # ordinals
         case tuple() if any(isinstance(element, str | ReissuedRollout) for element in value):

@@ -172,6 +172,7 @@ class RunMetrics:
         self._step.labels(run).set(state.trainer_step)
         self._epoch.labels(run).set(state.epoch)
         self._open.labels(run).set(state.closed is None)
+        # By the entry's id: the server's clock is one for all processes.
         self._last.labels(run).set(position(state.position)[0] / 1000)
         for kind, pointer in state.ready.items():
             self._ready.labels(run, kind).set(pointer.at.step)
@@ -227,6 +228,7 @@ def _behind(state: MonitorState) -> int:
         for explorer in state.explorers.values()
         if explorer.runs
     ]
+    # Without an explorer that runs, none is behind.
     return max(0, pointer.at.step - min(served, default=pointer.at.step))
 
 

@@ -113,6 +113,7 @@ def explorers_panel(state: MonitorState, now: int) -> RenderableType:
         served = explorer.version
         behind[name] = 0
         if newest is not None:
+            # Without a version, an explorer is behind by all steps.
             behind[name] = newest.step - (served.step if served is not None else 0)
     # Those behind first: a panel shows a dozen of thousands.
     order = sorted(state.explorers, key=lambda name: (-behind[name], name))
@@ -131,6 +132,7 @@ def explorers_panel(state: MonitorState, now: int) -> RenderableType:
         )
     if not order:
         return Text("No explorer was heard of.", "dim")
+    # Of all, also of those that the table leaves out.
     versions = Counter(
         "none" if explorer.version is None else f"{explorer.version.step}"
         for explorer in state.explorers.values()

@@ -272,6 +272,7 @@ def _waits_table(state: MonitorState, now: int) -> list[RenderableType]:
         remaining = remaining_seconds(wait, now)
         cells = (wait.what, format_awaited(wait) or "-", format_age(now - wait.since))
         table.add_row(
+            # Bounded: a long chain would leave no room for its names.
             "  " * min(depth, _DEEPEST) + visible(wait.by, lines=False),
             *(visible(cell, lines=False) for cell in cells),
             "-" if remaining is None else f"in {remaining:.0f} s",
@@ -397,6 +398,7 @@ def format_age(milliseconds: int) -> str:
     """Return an age in words."""
     seconds = max(0, milliseconds) // 1000
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        # From two on: "1 h ago" would stand for up to two hours.
         if seconds >= 2 * length:
             return f"{seconds // length} {unit} ago"
     return f"{seconds} s ago"

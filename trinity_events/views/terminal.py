@@ -28,6 +28,7 @@ def visible(text: str, *, lines: bool = True) -> str:
         text: The text, from any writer.
         lines: True to keep line feeds and tabs; False to write them out, too.
     """
+    # Also characters that turn the direction of text, by which a line may read as another one.
     shown = _OBEYED.sub(_written_out, text)
     return shown if lines else _NEW_CELL.sub(_written_out, shown)
 

@@ -38,5 +38,6 @@ def is_due(
 def _is_passed(settings: EvaluationSet, step: int, before: int | None) -> bool:
     """Return True if a chosen step, or a multiple of the interval, lies behind ``before``."""
     after = 0 if before is None else before
+    # A multiple may lie between two versions: the next version stands for it.
     by_interval = settings.interval > 0 and step // settings.interval > after // settings.interval
     return by_interval or any(after < chosen <= step for chosen in settings.versions)

@@ -207,11 +207,13 @@ def parse_grade(reply: str, best: float) -> float:
     lines = [line for line in lines if any(map(str.isalnum, line))]
     if not lines:
         raise UnclearGrade("none")
+    # First: what a reply ends with is its result (rule 2).
     grade = _read_last_line(lines, best)
     if grade is None:
         grade = _agreed([*_read_labels(lines, best), *_read_fractions(lines, best)], best)
     if grade is None:
         raise UnclearGrade("no grade", _format_line(lines[-1]))
+    # A grade with its own scale needs no other (rule 4).
     if not grade.has_scale:
         _check_scale("\n".join(lines), best)
     if not 0 <= grade.share <= 1:

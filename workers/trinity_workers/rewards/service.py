@@ -65,6 +65,7 @@ class ServiceRewards:
         values = decoded.get("rewards") if isinstance(decoded, dict) else None
         if not isinstance(values, list):
             raise RewardReplyRefused(self._http.name, "list", format_value(decoded))
+        # By their places alone rewards belong to answers: with another number none can be used.
         if len(values) != count:
             raise RewardReplyRefused(self._http.name, "count", rewards=len(values), answers=count)
         return values

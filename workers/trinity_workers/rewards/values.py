@@ -50,6 +50,7 @@ def rewarded(value: object) -> Rewarded:
     if "reward" not in value:
         names = ", ".join(map(str, value)) or "nothing"
         raise ValueError(f"returned named numbers without 'reward': {names}")
+    # Here already: later the trainer would refuse the whole answer.
     if len(value) - 1 > MAX_REWARD_PARTS:
         raise ValueError(
             f"returned {len(value) - 1} numbers beside 'reward', and a reward has at most "

@@ -219,6 +219,7 @@ def _load_named(name: str, seed: int, options: dict[str, Any], folder: Path) -> 
         candidate = _made(name, candidate, seed, options)
     elif options:
         raise TaskUnusable(name, "options")
+    # By names, not isinstance: a task need not know of this project's protocol.
     missing = [attribute for attribute in _NEEDED if not hasattr(candidate, attribute)]
     if missing:
         raise TaskUnusable(name, "attributes", missing=tuple(missing), needed=_NEEDED)

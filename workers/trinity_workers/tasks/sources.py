@@ -127,6 +127,8 @@ def _question(
 def _checked(source: str, number: int, question: Question) -> Question:
     """Return the question as it arrives in another process, so that it is the same everywhere."""
     try:
+        # There and back through JSON: tuples become lists, and keys text, as a reward will see
+        # them.
         sent = msgspec.to_builtins(question, str_keys=True, enc_hook=_plain)
         checked = msgspec.convert(msgspec.json.decode(msgspec.json.encode(sent)), Question)
     except msgspec.ValidationError as error:
