@@ -24,6 +24,7 @@ def changes(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[Cha
     if isinstance(before, dict) and isinstance(after, dict):
         for name in [*before, *(name for name in after if name not in before)]:
             yield from changes(before.get(name), after.get(name), (*path, str(name)))
+    # Of equal lengths alone: after an insertion all places behind it would differ.
     elif _is_list(before) and _is_list(after) and len(before) == len(after):
         for number, (old, new) in enumerate(zip(before, after, strict=True)):
             yield from changes(old, new, (*path, str(number)))

@@ -161,6 +161,7 @@ class Condition:
 
     def _path(self) -> list[str | None]:
         names = [self._name()]
+        # For callers that build only these fields of a document.
         self.fields.add(names[0] or "*")
         while self._pop("."):
             names.append(self._name())
@@ -251,6 +252,7 @@ def _children(value: Any, name: str | None) -> list[Any]:
 
 
 def _count(value: Any) -> int:
+    # A path that leads nowhere: nothing is there to be counted.
     if value is None:
         return 0
     return len(value) if isinstance(value, dict | list | tuple) else 1
@@ -261,6 +263,7 @@ def _ordered(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
 
     def compared(a: Any, b: Any) -> bool:
         numbers = isinstance(a, int | float) and isinstance(b, int | float)
+        # Python would raise for other pairs: a condition must have an answer for every state.
         return (numbers or (isinstance(a, str) and isinstance(b, str))) and compare(a, b)
 
     return compared

@@ -66,6 +66,7 @@ def list_unseen(
 
 def format_host(host: ProcessHost, own: ProcessHost) -> str:
     """Return a host as text, with its identity if it has the name of one's own host."""
+    # The identity only where the name alone would say that it is this host.
     return f"{host.node} ({host.host_id})" if host.node == own.node else host.node
 
 

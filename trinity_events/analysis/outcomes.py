@@ -61,6 +61,7 @@ def get_outcome(kind: KindState) -> OutcomeName:
 
 def format_outcomes(step: int, outcomes: Sequence[Outcome]) -> list[str]:
     """Return one line for each kind: the newest epoch first, and its failures first."""
+    # The epoch is named only where it tells two lines apart.
     several = len({outcome.epoch for outcome in outcomes}) > 1
     ordered = sorted(
         outcomes,
@@ -96,5 +97,6 @@ def format_end(state: MonitorState, step: int) -> list[str]:
 def _last_step(state: MonitorState) -> int:
     """Return the step under way at the end: the trainer's, or the next if that is settled."""
     last = state.steps.get(state.trainer_step)
+    # A step that is settled is over: what failed is the one after it.
     settled = last is not None and all(kind.outcome for kind in last.kinds.values())
     return state.trainer_step + 1 if settled else state.trainer_step

@@ -150,6 +150,7 @@ class Timeline:
             yield Value(counter="step", at=now, value=event.step)
         if isinstance(event, StepTrained | StepCommitted):
             for name, value in event.metrics.items():
+                # Each counter is a track, and names may come from users.
                 if name in self._counters or len(self._counters) < _COUNTERS:
                     self._counters.add(name)
                     yield Value(counter=name, at=now, value=value)

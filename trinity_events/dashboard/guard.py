@@ -50,6 +50,7 @@ class Guard:
     def __init__(self, app: ASGIApp, token: str | None, hosts: Collection[str] = ()) -> None:
         self._app = app
         self._token = None if token is None else token.encode()
+        # Without a token the server is on loopback, where it has no other name.
         own = {socket.gethostname().lower()} if token is not None else set()
         self._hosts = {host.lower().rstrip(".") for host in (*_OF_THIS_HOST, *hosts, *own)}
 
@@ -65,6 +66,7 @@ class Guard:
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers[name] = value
+                # Answers have data of runs: browsers keep only the files of the page.
                 if "cache-control" not in headers:
                     headers["cache-control"] = "no-store"
             await send(message)

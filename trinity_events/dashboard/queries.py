@@ -180,6 +180,7 @@ async def explain_step(reader: RunReader, step: int) -> dict[str, Any]:
     for block in blocks[-SEARCHED:]:
         start = await reader.at(block.number)
         entries = await reader.source.read(before(block.first), limit=block.entries)
+        # In a thread: a block of a thousand entries would hold up all other answers.
         folded_entries += await anyio.to_thread.run_sync(list, fold_each(start.state, entries))
     proof = Proof(step)
     for folded in folded_entries:

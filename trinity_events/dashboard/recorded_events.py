@@ -57,6 +57,7 @@ class FileEvents:
     def after(self, after: str) -> Generator[Entry, None, None]:
         """Yield the events after a position."""
         milliseconds, number = position(after)
+        # The id after it: an entry's own id would be yielded again.
         yield from events_from(self._path, f"{milliseconds}-{number + 1}")
 
     def last_ones(self, limit: int) -> list[Entry]:
@@ -82,6 +83,7 @@ class StoredEvents:
         self.entries = 0
         for entry in entries:
             at = position(entry.id)
+            # Not each one, so that the index of millions of entries stays small.
             if self.entries % _INDEXED == 0:
                 self._positions.append(at)
                 self._offsets.append(self._file.tell())

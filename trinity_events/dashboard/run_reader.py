@@ -237,6 +237,7 @@ class RunReader:
 
     async def _follow_facts(self) -> None:
         while True:
+            # Facts cost commands of the server: a run that nothing shows is left alone.
             if self.viewers or self.facts is None or self._recently_used:
                 self.dead_letters = await self.source.dead_letters()
                 self.facts = await self.source.live_facts()
@@ -256,6 +257,7 @@ class RunReader:
             monitor.fold(entries)
             if self.tail is not None:
                 last = position(self.tail.state.position)
+                # Its entries are read from the snapshot on, and the tail may be ahead of that.
                 self.tail.feed([entry for entry in entries if position(entry.id) > last])
             await anyio.lowlevel.checkpoint()
 

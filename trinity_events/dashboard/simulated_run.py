@@ -55,6 +55,7 @@ from trinity_schemas import (
 
 from ..log import Entry
 
+# Bytes of a rank: sixteen of them are some 7.7 billion parameters in bfloat16.
 _SHARD = 965_000_000
 _PROMPTS = 64
 _A_NODE = 8
@@ -119,6 +120,7 @@ class _Simulation:
         yield from self._until(int(self.clock))
 
     def _until(self, at: int) -> Iterator[Entry]:
+        # Only up to the begin of the next step, whose events may be earlier than those of this one.
         while self._coming and self._coming[0][0] < at:
             yield self._entry(heapq.heappop(self._coming)[2])
 
@@ -214,6 +216,8 @@ class _Simulation:
         self.plan_event(generated, trainer, TrainerStatusChanged(status="running", step=step))
         lost: dict[str, tuple[tuple[int, int], ...]] = {}
         if step % 7 == 0:
+            # Now and then two prompts are filtered, so that the ledger shows a fate besides
+            # training.
             lost = {"filtered": ((first + 3, first + 4),)}
         trained = (
             ((first, first + 2), (first + 5, first + _PROMPTS - 1))
@@ -239,6 +243,7 @@ class _Simulation:
         return length
 
     def _staleness(self) -> dict[int, int]:
+        # 512 samples: eight of each prompt.
         fresh = self.random.randint(420, 512)
         late = self.random.randint(0, 512 - fresh)
         return {0: fresh, 1: 512 - fresh - late, 2: late} if late else {0: fresh, 1: 512 - fresh}
@@ -277,6 +282,7 @@ class _Simulation:
                 manifest_digest=_digest(self.epoch, step, rank),
                 bytes=_SHARD,
                 tensors=338,
+                # Of 4 MiB each.
                 chunks=231,
                 seconds=seconds,
                 save_id=save_id,
@@ -346,6 +352,7 @@ class _Simulation:
         self.plan_event(
             started, who, SaveStarted(save_id=save_id, slot=slot, path=path, lease=15.0)
         )
+        # The first of two faults: the save is tried again by another start of the rank.
         if self.plan.faults and not again and (step, rank) == (40, 5):
             self._killed(slot, save_id, started)
             return
@@ -374,6 +381,7 @@ class _Simulation:
         expired = LeaseExpired(
             holder=holder, lease=15.0, attempts=(ExpiredAttempt(save_id=save_id, slot=slot),)
         )
+        # After the lease of 15 s.
         self.plan_event(started + 17.4, ("reducer", 0), expired)
         self.restart("actor", slot.rank)
         self._save(slot.step, slot.rank, started + 26, 6.5, again=1)
@@ -382,6 +390,7 @@ class _Simulation:
         """Let one explorer's reward call hang: the trainer waits, then asks for the group again."""
         if step != 23:
             return length, generated
+        # Long enough for both processes to report their waits.
         delay, late = 46.0, ("explorer", 17)
         ordinal = (step - 1) * _PROMPTS + 31
         self.plan_event(

@@ -181,6 +181,7 @@ def _explorers(state: MonitorState, digests: Mapping[StepRef, str]) -> list[list
     """Return one row for each explorer; rows rather than maps, since there may be thousands."""
     newest = state.ready.get("weights")
     if newest is not None and newest.digest is not None:
+        # The newest one from the state: the index may be behind it.
         digests = {**digests, newest.at: newest.digest}
     return [
         [
@@ -204,6 +205,7 @@ def _explorers(state: MonitorState, digests: Mapping[StepRef, str]) -> list[list
 
 def compare_digests(applied: str | None, announced: str | None) -> str:
     """Return ``proven`` if an applied digest is that of the announced version."""
+    # Unknown is not wrong: the announcement may be older than the index.
     if not announced or applied is None:
         return "unknown"
     return "proven" if applied == announced else "differs"

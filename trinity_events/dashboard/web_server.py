@@ -56,6 +56,7 @@ async def serve_board(
 
 def page_url(host: str, port: int, token: str | None) -> str:
     """Return the address of the page; the token is in a part that browsers never send."""
+    # All addresses: none of them can be opened, and loopback is one that this host has.
     shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host  # noqa: S104
     shown = f"[{shown}]" if ":" in shown else shown
     return f"http://{shown}:{port}/" + ("" if token is None else f"#token={token}")

@@ -27,6 +27,7 @@ def build_cloudevent(
     The trace context is that of the extension for distributed tracing. An entry that cannot be
     decoded has the reason as its data.
     """
+    # An id may name any millisecond of 64 bits, and Python's dates end with the year 9999.
     milliseconds = min(position(entry.id)[0], LATEST)
     attributes: dict[str, Any] = {
         "specversion": "1.0",
@@ -47,6 +48,7 @@ def build_cloudevent(
         epoch=envelope.epoch,
         node=producer.node,
         incarnation=producer.incarnation,
+        # As text: the type system of CloudEvents has integers of 32 bits alone.
         sequence=str(envelope.sequence),
         data=to_json(envelope)["event"],
         traceparent=UNSET if trace is None else trace.traceparent,

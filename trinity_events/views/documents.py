@@ -195,6 +195,7 @@ def document_schema(document: Any) -> dict[str, Any]:
     types = document if isinstance(document, tuple) else (document,)
     schemas, named = msgspec.json.schema_components(types, ref_template="#/$defs/{name}")
     schema = tidy({"$schema": DIALECT, "anyOf": list(schemas), "$defs": named})
+    # The schema follows from the types, whose moments are whole milliseconds.
     _in_seconds(schema)
     if "RewardError" in named:  # elsewhere `at` is a step, or a time in milliseconds
         named["RewardError"]["properties"]["at"]["type"] = "number"

@@ -239,6 +239,7 @@ def _unpublished(state: MonitorState) -> int:
     count = 0
     for step in state.steps.values():
         kind = step.kinds.get("weights")
+        # Of a settled version, parts that never came are not in flight.
         if step.version is not None and (kind is None or not kind.settled):
             count += len(step.version.ranks) - len(step.version.parts)
     return count

@@ -178,6 +178,7 @@ def _trace(run_id: str, span: Span) -> str:
     """Return the id of the trace of a span; a span of no step has one of its own."""
     if span.step is not None:
         return trace_id(run_id, span.step)
+    # A trace's id has 16 bytes, and a span's eight: two of them are joined.
     return span_id(run_id, f"{span.lane}/{span.begin}") + span_id(run_id, span.process)
 
 
@@ -189,6 +190,7 @@ def _context(trace: str, span: str) -> SpanContext:
 
 def _status(span: Span) -> Status:
     outcome = str(span.facts.get("outcome", ""))
+    # OpenTelemetry leaves the status unset for what went well.
     if outcome.startswith(("failed", "lease expired", "timed out")):
         return Status(StatusCode.ERROR, outcome)
     return Status(StatusCode.UNSET)

@@ -336,6 +336,7 @@ def _explorer_status(
 
     It is lost if its lease has expired. In a closed run it is lost if the run's end names it.
     """
+    # It said so itself, which no later sign contradicts.
     if explorer.status == "stopped":
         return "stopped"
     if silent:

@@ -15,6 +15,7 @@ def format_date_time(milliseconds: int | None) -> str:
     """Return the local date and time, of any year; a dash for None."""
     if milliseconds is None:
         return "-"
+    # Python's dates end with the year 9999; the calendar repeats after 400 years.
     cycles = milliseconds // _CYCLE if milliseconds > LATEST else 0
     at = datetime.fromtimestamp((milliseconds - cycles * _CYCLE) / 1000)
     return f"{at.year + cycles * _CYCLE_YEARS:04d}-{at:%m-%d %H:%M:%S}"

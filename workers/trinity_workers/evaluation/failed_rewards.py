@@ -49,6 +49,7 @@ def select_rewards(scores: Sequence[Sequence[Score]], on_error: OnRewardError) -
     Raises:
         HeldOutRewardsFailed: Rewards failed, and none may fail or no question is left.
     """
+    # The first one is shown, in the order of the questions.
     errors = [answer.error for question in scores for answer in question if answer.error]
     rewards = [
         [answer.reward for answer in question]

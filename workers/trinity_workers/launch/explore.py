@@ -213,6 +213,7 @@ async def _explore_epochs(
                 async with claimed_rank(place.client, config, place.options.rank) as rank:
                     explorer = Explorer(config, rank, place.options.device)
                     outcome = await _epoch(explorer, place.run, epochs, opening, silence)
+        # Before its base class, DeadlineExceeded, which begins a silence.
         except TrainerSilent:
             raise
         except DeadlineExceeded as error:  # the server is away
@@ -226,6 +227,7 @@ async def _explore_epochs(
             logger.warning("%s: starting over, for up to %g s", outcome.error, wait.seconds)
         elif outcome is None:  # the newer epoch is known, and may even have ended
             logger.warning("run %s was opened anew: starting over", run_id)
+            # A run that is opened anew has its own beginning: the option bounds the wait again.
             wait = first_wait
         elif outcome.reason == "finished" or not wait.seconds:
             return _get_end(run_id, outcome, NO_WAIT)

@@ -298,6 +298,7 @@ async def find_usable_checkpoint(
         except DeadlineExceeded as error:
             missing = CheckpointMissing(run_id, candidate.step, str(error))
             if not source.has_reducer:
+                # Not checked: without a reducer its folder may lack its final name too.
                 missing.older = earlier.older[0].step if earlier.older else None
                 raise missing from None
             unusable.append(missing)
@@ -369,6 +370,7 @@ async def held_checkpoint(config: RunConfig, root: Path) -> AsyncIterator[None]:
             await exits.enter_async_context(hold)
         except (CheckpointHeld, DeadlineExceeded) as error:
             verified = await anyio.to_thread.run_sync(_steps_with_evidence, root / config.run_id)
+            # What has evidence is offered; it is checked when it is asked for.
             older = max((other for other in verified if other < step), default=None)
             raise CheckpointMissing(config.run_id, step, str(error), older) from None
         yield

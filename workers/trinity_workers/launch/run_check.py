@@ -114,6 +114,7 @@ async def find_mistakes(
             with their limit. That takes the seconds in which torch is imported; a run's ranks and
             its trainer do it anyway.
     """
+    # By its text: two checks that meet one mistake tell it once.
     mistakes: dict[str, TrinityError] = {}
     for check in _checks(config, root, alone=alone, ray_address=ray_address, thorough=thorough):
         try:

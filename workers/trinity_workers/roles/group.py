@@ -49,6 +49,7 @@ class RoleGroup(WorkerGroup):
     def _translate(
         self, method: str, args: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], Callable[[Any], Any]]:
+        # Own callers pass batches, which need no translation.
         if len(args) != 1 or not is_data_proto(args[0]):
             return super()._translate(method, args)
         if method == "generate_sequences":

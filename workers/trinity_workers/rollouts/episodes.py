@@ -233,6 +233,7 @@ class Episodes:
                 groups.append([])
         while alive := [episode for group in groups for episode in group if not episode.over]:
             await self._policy_turns(alive, failed)
+            # Environments of all requests side by side: the engine waits for the slowest.
             async with anyio.create_task_group() as tasks:
                 for place, group in enumerate(groups):
                     if place not in failed:

@@ -113,6 +113,7 @@ class EnvironmentProcesses:
         if isinstance(value, str):
             return [{"role": TOOL, "content": value}]
         try:
+            # One message or several: an environment may return either.
             replies = msgspec.convert(value if isinstance(value, list) else [value], list[Message])
         except msgspec.ValidationError:
             replies = []
@@ -162,6 +163,7 @@ class EnvironmentProcesses:
                 raise EnvironmentFailed(self.name, "ended load", ending) from None
             if isinstance(reply, Raised):
                 raise EnvironmentFailed(self.name, "load", reply.error)
+            # The user's code may have written to the pipe while it was imported.
             if not isinstance(reply, Ready):
                 raise EnvironmentFailed(self.name, "early")
         return process
