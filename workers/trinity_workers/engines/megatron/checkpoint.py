@@ -81,6 +81,7 @@ def prepare(
             _copy_tensors(mine)
             plain = copied(plain)
         tensors = megatron_torch.mcore_to_pyt_state_dict(mine, False)
+    # Now, in the calling thread: the group of the writing is for the thread that writes.
     nbytes = summed(sum(tensor.nbytes for _, tensor in _named_tensors(mine)))
     planner = _planner(value)
 
@@ -89,6 +90,8 @@ def prepare(
             check_finite(_named_tensors(mine), str(folder))
         with together(group):
             if dist.get_rank() == 0:
+                # Files of an earlier attempt, perhaps of other ranks, would be read as parts of
+                # this one.
                 shutil.rmtree(folder, ignore_errors=True)
                 make_folder(folder)
                 with whole_file(folder / "common.pt") as file:
@@ -124,6 +127,7 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
     with together():
+        # It is written last, so that a save that broke off has none.
         if not (folder / "metadata.json").is_file():
             raise ForeignCheckpoint(folder, "incomplete")
         strategies = load_strategies(read_plain(folder / "common.pt"), IndexedReader(folder))

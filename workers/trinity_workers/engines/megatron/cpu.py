@@ -26,6 +26,7 @@ class _CudaMeansCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]
+        # megatron-core compares this name with literal ones, such as "torch.cuda.FloatTensor".
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # Blocks nest: an outer one has answered already.
             return "torch.cuda." + func(*args).removeprefix("torch.").removeprefix("cuda.")

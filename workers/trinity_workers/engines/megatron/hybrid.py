@@ -112,7 +112,9 @@ class HybridEngine:
             logits: torch.Tensor = self.model(
                 tokens, positions, None, inference_context=context, runtime_gather_output=True
             )
+        # megatron-core leaves that to its own engine for inference, whose events need CUDA.
         context.sequence_len_offset += count
+        # (B, vocabulary). Columns of padding could be sampled otherwise.
         return logits[:, -1, : self.engine.config.vocab_size]
 
     def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -122,7 +124,10 @@ class HybridEngine:
     @contextmanager
     def _memory_given_to_generation(self) -> Iterator[None]:
         with ExitStack() as generating:
+            # Only for the copies: what training's offload moves makes room for generation
+            # afterwards.
             with ExitStack() as training:
+                # The device of one rank may have no room, and the resharding needs all ranks.
                 with together(self.group):
                     training.enter_context(self.engine.resident())
                     generating.enter_context(self._memory.held())

@@ -189,6 +189,7 @@ def rollout_groups(tensor: int, timeout: timedelta) -> Any:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     ParallelLayout(tensor=tensor).check(dist.get_world_size())
+    # megatron-core asks for a group of each kind, also where it has one rank alone.
     shared, alone = (_own_group(size, timeout) for size in (tensor, 1))
     return ProcessGroupCollection(
         **dict.fromkeys(("tp", "mp", "tp_cp"), shared),
@@ -200,6 +201,7 @@ def rollout_groups(tensor: int, timeout: timedelta) -> Any:
 def _own_group(size: int, timeout: timedelta) -> dist.ProcessGroup:
     """Return this rank's group of so many consecutive ranks. Collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    # new_group() is collective over all ranks: each makes every group, in the same order.
     groups = [
         dist.new_group(list(range(first, first + size)), timeout=timeout)
         for first in range(0, world, size)

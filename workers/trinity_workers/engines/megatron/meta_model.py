@@ -136,6 +136,7 @@ class MetaModel:
             yield name, whole
 
     def _state(self) -> dict[str, Any]:
+        # The key of an engine's first chunk, so that both read each other's checkpoints.
         return {"model0": self._model.sharded_state_dict()}
 
     def _parts(self) -> dict[str, list[Any]]:
@@ -169,6 +170,7 @@ class _Into(_torch_dcp.DefaultLoadPlanner):  # type: ignore[misc]
         return target
 
     def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        # Counted, as torch leaves what no file covers as it finds it, without an error.
         self.missing -= tensor.numel()
 
 
@@ -176,6 +178,7 @@ def _read(reader: Any, part: Any, entry: Any, target: torch.Tensor) -> None:
     from torch.distributed.checkpoint.planner import LoadPlan
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+    # Layers of one kind are stored as one tensor, with the layer as its first dimension.
     target = target.view((1,) * part.prepend_axis_num + tuple(target.shape))
     chunk = ChunkStorageMetadata(torch.Size(part.global_offset), target.shape)
     planner = _Into(target)

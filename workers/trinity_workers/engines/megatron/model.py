@@ -102,6 +102,7 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: ModelOptions) -
         "add_qkv_bias": hf.model_type == "qwen2" or bool(getattr(hf, "qkv_bias", False)),
         "qk_layernorm": hf.model_type.startswith("qwen3"),
         "attention_dropout": hf.attention_dropout,
+        # The supported models have no dropout but that of attention.
         "hidden_dropout": 0.0,
         "params_dtype": options.dtype,
         "pipeline_dtype": options.dtype,
@@ -118,10 +119,12 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: ModelOptions) -
         "init_method": _unchanged,
         "output_layer_init_method": _unchanged,
         "embedding_init_method": _unchanged,
+        # Its kernel is Apex's, which is no dependency.
         "gradient_accumulation_fusion": False,
     }
     if not torch.cuda.is_available():
         values |= {
+            # Fusions are kernels of CUDA, and the others name its devices.
             "use_cpu_initialization": True,
             "persist_layer_norm": False,
             "masked_softmax_fusion": False,
@@ -133,6 +136,7 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: ModelOptions) -
         values |= {
             "recompute_granularity": "full",
             "recompute_method": "uniform",
+            # Of each layer the input alone is stored.
             "recompute_num_layers": 1,
         }
     if has_experts(hf):
@@ -236,6 +240,8 @@ def _build(
             use_transformer_engine=options.fused,
             normalization="RMSNorm",
             vp_stage=stage,
+            # Without it, megatron-core takes the stage of the training layout from its global
+            # groups.
             pp_rank=None if groups is None else groups.pp.rank(),
         ),
         vocab_size=padded_vocabulary(hf.vocab_size, config.tensor_model_parallel_size),
@@ -252,6 +258,7 @@ def _build(
         pg_collection=groups,
     )
     if last and (names := head_tensors(hf)):
+        # Whole on every rank: one column cannot be divided over tensor-parallel ranks.
         model.output_layer = _ValueHead(hf.hidden_size, bias="score.bias" in names)
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -314,6 +321,7 @@ def _check_fit(hf: Any, layout: ParallelLayout) -> None:
     ):
         if count % parts:
             raise LayoutRefused("parts", what=what, count=count, parts=parts)
+    # Also without expert parallelism, which ParallelLayout.check() refuses with tensors.
     if has_experts(hf) and layout.tensor > 1:
         raise LayoutRefused("mixture", tensor=layout.tensor)
 

@@ -58,5 +58,6 @@ def parameter_slices(chunk: Any, vocabulary: int) -> Iterator[ParameterSlice]:
 def _pieces(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     if not name.endswith(_GATED):
         return [(name, tensor)]
+    # Of one rank's shard: its part of the gate projection, then its part of the up projection.
     gate, up = tensor.chunk(2)
     return [(f"{name}:gate", gate), (f"{name}:up", up)]

@@ -58,6 +58,7 @@ def restore_rank_state(folder: Path, device: torch.device, layout: ParallelLayou
             states[name].set_state(saved)
         else:
             states[name] = saved
+    # On a CPU the tracker keeps no states, see .cpu.seed_generators().
     if states:
         tracker.set_states(states)
 

@@ -170,6 +170,7 @@ class Resharding:
 
     def _run(self, bucket: Sequence[Copy]) -> None:
         me = self._group.rank()
+        # Every rank derives the same bucket; these are this rank's parts of it.
         here = [copy for copy in bucket if copy.source == copy.target == me]
         sent = _group_by_peer(
             (copy.target, copy) for copy in bucket if copy.source == me != copy.target
@@ -244,6 +245,8 @@ class Resharding:
         with suppress(Exception):  # the store may have been the dead rank's
             store = _c10d._get_default_store()
             key = f"resharding/{self._group.group_name}"
+            # A broken connection names the culprit, a timeout only the rank that was waited for.
+            # The first one that is stored wins: later ranks may see no more than the consequences.
             if peer is not None and "imed out" not in str(error):
                 culprit = int(store.compare_set(key, "", str(peer)))
             elif store.check([key]):
@@ -285,4 +288,4 @@ def _parts(buffer: torch.Tensor, copies: Sequence[Copy]) -> Sequence[torch.Tenso
 
 
 def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return tensor.contiguous().view(-1).view(torch.uint8)  # (bytes,)

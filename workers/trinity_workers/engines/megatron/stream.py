@@ -20,6 +20,8 @@ from ..base import LocalShard
 from ..model_folder import OUTPUT_HEAD, FolderReader, check_all_used
 from .weights import WeightMapping, local_mapping
 
+# Experts of local layers are `local_experts.N.`; Transformer Engine's grouped ones end in
+# `weightN`.
 _EXPERT = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)")
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 
@@ -68,6 +70,7 @@ class WeightStream:
             for index, chunk in enumerate(chunks)
             for name, parameter in self._parameters[index].items()
         ]
+        # One order of entries for all ranks: each entry is a broadcast, and perhaps two gathers.
         payloads = gather_bytes(msgspec.msgpack.encode(mine), self._stages)
         self.entries = [
             entry
@@ -113,6 +116,7 @@ class WeightStream:
             shard: torch.Tensor = self._parameters[entry.chunk][entry.local_name].detach()
         else:
             dtype = getattr(torch, entry.dtype)
+            # Shape and dtype come from the owner's entry: this stage has no such parameter.
             shard = torch.empty(entry.shape, dtype=dtype, device=self._device)
         if self._stages.size() > 1:
             dist.broadcast(shard, group=self._stages, group_src=entry.stage)
@@ -193,6 +197,7 @@ def local_shards(
                     offsets[dim] = group.rank() * piece.shape[dim]
                     shape[dim] = parts * piece.shape[dim]
                 tensor = piece
+                # Rows of padding are Megatron's alone, and depend on its layout.
                 if hf_name.endswith(("embed_tokens.weight", "lm_head.weight")):
                     shape[0] = hf.vocab_size
                     tensor = piece[: max(0, hf.vocab_size - offsets[0])]
@@ -234,6 +239,7 @@ def _entry(
 
 
 def _with_layer(name: str, chunk: Any) -> str:
+    # Names count within a chunk; layer_number counts over the whole model, from 1.
     return _LAYER.sub(lambda match: str(chunk.decoder.layers[int(match[0])].layer_number - 1), name)
 
 
@@ -250,6 +256,7 @@ def _moved(name: str, by: int) -> str:
 def _gather(shard: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
     if group.size() == 1:
         return [shard]
+    # all_gather() reads plain memory, and a shard may be a view of a fused parameter.
     shard = shard.contiguous()
     everyone = [torch.empty_like(shard) for _ in range(group.size())]
     dist.all_gather(everyone, shard, group=group)

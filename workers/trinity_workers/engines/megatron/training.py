@@ -92,6 +92,7 @@ def accumulate_value_gradients(
 
     def finish(outputs: Tensor, row: _Rows) -> tuple[Tensor, Any]:
         value, metrics = loss(_values(outputs, row), row.batch)
+        # As above: the schedule divides by this number.
         return with_backward_gradient(value) * len(parts), metrics
 
     return _run_schedule(chunks, parts, finish, forward_only=False)
@@ -101,6 +102,8 @@ def last_values(chunks: Sequence[Any], parts: Sequence[Batch]) -> list[Tensor]:
     """Return the output at each row's last token: [B] of every micro-batch."""
 
     def finish(outputs: Tensor, row: _Rows) -> tuple[Tensor, Tensor]:
+        # (B,). Shifted rows have their tokens on the left, so that their number tells the last
+        # column.
         last = (row.batch.attention_mask.sum(dim=1) - 1).clamp(min=0)
         values = exact(outputs[..., 0].gather(1, last[:, None]).squeeze(1))
         return values.sum(), values
@@ -138,8 +141,10 @@ class _Rows:
     @classmethod
     def of(cls, batch: Batch) -> _Rows:
         columns = batch.input_ids.shape[1]
+        # (B,). argmax() returns the first of equal values, here the first token.
         firsts = batch.attention_mask.argmax(dim=1)
         moved = torch.arange(columns, device=firsts.device)[None] + firsts[:, None]
+        # The remainder takes the padding of the left around to the right.
         return cls(batch, batch.input_ids.gather(1, moved % columns), firsts)
 
     @property
@@ -190,6 +195,8 @@ def _make_head(settings: Statistics) -> _Head | None:
 
     def head(row: _Rows, hidden: Tensor, weight: Tensor) -> Tensor:
         statistics = head_statistics(
+            # Nothing forward. Backward it adds up what each rank's columns give for the hidden
+            # states.
             row.select_responses(copy_to_tensor_model_parallel_region(hidden)),
             (weight, None),
             row.answers,
@@ -247,6 +254,7 @@ def _run_schedule(
         row = _Rows.of(next(batches))
         positions = torch.arange(row.tokens.shape[1], device=row.tokens.device)
         with _with_head(model, row, head):
+            # No attention mask: padding is on the right of all rows, see _Rows.
             output = model(row.tokens, positions.expand_as(row.tokens), None)
         return output, lambda output: finish(output, row)
 
@@ -258,6 +266,7 @@ def _run_schedule(
     with adapted():
         outputs: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
+            # Each virtual stage takes every micro-batch once.
             data_iterator=iter(parts) if is_single else [iter(parts) for _ in chunks],
             model=chunks[0] if is_single else list(chunks),
             num_microbatches=len(parts),
@@ -274,6 +283,7 @@ def _vocabulary_part(width: int, vocabulary: int) -> VocabularyPart:
 
     group = state.get_tensor_model_parallel_group()
     first = width * group.rank()
+    # The last ranks may have nothing but padding.
     columns = min(width, max(0, vocabulary - first))
     if group.size() == 1:
         return VocabularyPart(columns=columns)

@@ -60,6 +60,7 @@ def mapping(hf: Any, config: Any, vocabulary_parts: int) -> WeightMapping:
 def local_mapping(hf: Any, config: Any, parts: int) -> WeightMapping:
     """Return the mapping of one tensor-parallel rank's shards to slices of whole tensors."""
     mine = copy.copy(hf)
+    # mbridge splits fused queries, keys and values by these numbers: here by those of one rank.
     mine.num_attention_heads = hf.num_attention_heads // parts
     mine.num_key_value_heads = hf.num_key_value_heads // parts
     # Otherwise it is derived from the number of heads.
@@ -83,6 +84,7 @@ class _MBridge:
         from mbridge import models  # noqa: F401  # registers the bridges
         from mbridge.core.bridge import _MODEL_REGISTRY
 
+        # Private, as all that is used of mbridge here: its version is pinned (decision 13).
         kind = _MODEL_REGISTRY[hf.model_type]
         direct = dict(kind._DIRECT_MAPPING)
         if hf.tie_word_embeddings:
