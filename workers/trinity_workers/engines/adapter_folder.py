@@ -21,7 +21,7 @@ from .model_folder import begin_folder, seal
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE_MODEL = "base_model.json"
 """File that names the base of the adapters."""
-_PIECE = 4 << 20
+_PIECE = 4 << 20  # bytes read at a time, so that memory does not grow with the base
 _COMPARED = {"r": "rank", "lora_alpha": "alpha", "target_modules": "target_modules"}
 """Fields of PEFT's configuration that adapters must share with those of a run, by its names."""
 
@@ -80,7 +80,9 @@ class BaseModel(Struct, frozen=True, kw_only=True):
 def weights_digest(folder: Path) -> str:
     """Return a digest of the names and bytes of the files with a folder's weights."""
     digesting = Digesting()
+    # Sorted: glob() has the order of the file system, and the digest must not.
     for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
+        # With names and sizes: bytes that move from one file into the next are other weights.
         digesting.update(f"{path.name}:{path.stat().st_size}:".encode())
         with path.open("rb", buffering=0) as file:
             while data := file.read(_PIECE):

@@ -13,6 +13,7 @@ def saved_buffers(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
     seen: set[int] = set()
     for prefix, submodule in module.named_modules():
         for name, buffer in submodule.named_buffers(recurse=False):
+            # Private: torch has no public way to ask which buffers a state dict has.
             if name not in submodule._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
                 yield f"{prefix}.{name}" if prefix else name, buffer

@@ -119,6 +119,7 @@ def find_source(source: Path, target: Path) -> ConversionSource:
     folder = source / inner if (source / inner).is_dir() else source
     if any((place / ADAPTER_CONFIG).is_file() for place in (folder, folder / described)):
         return ConversionSource(folder, "adapters")
+    # Before the checkpoints: a folder of a model may lie in one, and is given for itself.
     if (folder / "config.json").is_file():
         return ConversionSource(folder, "huggingface")
     form: SourceForm | None = None

@@ -92,9 +92,11 @@ class FSDPEngine(ShardedEngine):
         """Tokenizer and generation defaults of the folder, on the rank that writes them."""
         self._device = device
         trained = adapter_tree(model) or model
+        # Before the shards become float32, below.
         self.published_dtypes = {
             name: parameter.dtype for name, parameter in trained.named_parameters()
         }
+        # Recomputation spares memory of a backward pass, and here is none.
         if learning_rate is None:
             model.requires_grad_(False)
             options = replace(options, recompute=False)
@@ -103,6 +105,7 @@ class FSDPEngine(ShardedEngine):
         self.adapters = adapter_tree(module)
         self._base: BaseModel | None = None
         if self.adapters is not None and dist.get_rank() == 0:
+            # On the rank that writes and checks it alone, as it reads all of the base.
             self._base = BaseModel.of(model_folder)
         # Other models than the policy have its layers.
         if options.packing and (load is None or self.adapters is not None):
@@ -118,6 +121,7 @@ class FSDPEngine(ShardedEngine):
                 betas=adamw.betas,
                 eps=adamw.epsilon,
                 weight_decay=adamw.weight_decay,
+                # One kernel for all parameters; the plain loop costs a launch for each operation.
                 fused=True,
             )
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate.share)
@@ -179,6 +183,7 @@ class FSDPEngine(ShardedEngine):
             [parameter.grad for parameter in parameters if parameter.grad is not None]
         )
         norm = norm.full_tensor()  # once: clip_grad_norm_() would reduce it for itself
+        # The norm is of all ranks, so that they skip alike (.learning.finite, 1 and 2).
         if not math.isfinite(float(norm)):
             self.optimizer.zero_grad(set_to_none=True)
             return float(norm)
@@ -252,6 +257,7 @@ class FSDPEngine(ShardedEngine):
         training["optimizer"] = resharded_optimizer(
             [state["optimizer"] for state in states], self.optimizer
         )
+        # More ranks than before: the new ones keep what they were seeded with.
         if rank < world:
             training["random"] = states[rank]["random"]
         return training
@@ -315,6 +321,7 @@ def _shard(model: Any, device: torch.device, dtype: torch.dtype, options: FSDPOp
     for parameter in model.parameters():
         if parameter.requires_grad or not adapted:  # the base of adapters has no optimizer
             parameter.data = parameter.data.float()
+    # Gradients are reduced in float32: a sum over many ranks in bfloat16 loses small ones.
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32
     )
@@ -322,8 +329,10 @@ def _shard(model: Any, device: torch.device, dtype: torch.dtype, options: FSDPOp
     offload = away if options.cpu_offload else OffloadPolicy()
     # veRL's merger requires this name.
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    # Layers before the whole: FSDP2 leaves to the outer unit what no inner one has taken.
     if _is_large(model, options):
         layers = set(model._no_split_modules or ())
+        # A list first, as fully_shard() changes the class of each module that it takes.
         for layer in [module for module in model.modules() if type(module).__name__ in layers]:
             fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
     return fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)

@@ -28,6 +28,7 @@ class LearningRate(Struct, frozen=True, kw_only=True):
     def share(self, step: int) -> float:
         """Return the share of the highest learning rate for a step; the first step is 0."""
         if step < self.warmup_steps:
+            # From 1 / warmup_steps on: a first step at a rate of 0 would move nothing.
             return (step + 1) / self.warmup_steps
         if self.schedule == "constant":
             return 1.0
@@ -49,10 +50,12 @@ def apply_learning_rate(scheduler: Any, highest: float) -> None:
         scheduler: ``LambdaLR`` of the optimizer.
         highest: Learning rate at the end of the warm-up.
     """
+    # LambdaLR multiplies base_lrs at its next step, and does not compute the current rate again.
     scheduler.base_lrs = [highest for _ in scheduler.base_lrs]
     for group, share in zip(scheduler.optimizer.param_groups, scheduler.lr_lambdas, strict=True):
         group["initial_lr"] = highest
         group["lr"] = highest * share(scheduler.last_epoch)
+    # Private, and what get_last_lr() returns until the next step.
     scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
 
 

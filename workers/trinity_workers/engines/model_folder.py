@@ -129,6 +129,7 @@ def begin_folder(folder: Path) -> None:
     completes the model of its checkpoint.
     """
     make_folder(folder)
+    # The mark before the list goes: at each moment one of both says that files may change.
     (folder / COMPLETING).touch()
     sync(folder)
     (folder / FILE_DIGESTS).unlink(missing_ok=True)
@@ -136,6 +137,7 @@ def begin_folder(folder: Path) -> None:
 
 def seal(folder: Path) -> None:
     """Make a folder durable, and then write the list of its files' digests."""
+    # The files before their list: a list that survives a crash must not name lost bytes.
     sync_tree(folder)
     with OpenFolder.at(folder) as opened:
         opened.write(FILE_DIGESTS, list_digests(folder))
@@ -181,6 +183,7 @@ class WeightsWriter:
             return
         if self._file is not None:
             self._file.close()
+        # Files of an earlier, whole folder stay: only those without a final name are this block's.
         for number in range(len(self._files)):
             self._partial(number).unlink(missing_ok=True)
 
@@ -215,6 +218,8 @@ class WeightsWriter:
             self._next_file()
         assert self._file is not None
         self._file.finish()
+        # Only now, and without a list of digests: a reader takes no mixture of two versions for
+        # whole.
         for stale in (*self._folder.glob("model*.safetensors"), self._folder / INDEX):
             stale.unlink(missing_ok=True)
         count, where = len(self._files), dict[str, str]()
@@ -238,14 +243,15 @@ class _SafetensorsWriter:
     def __init__(self, file: BinaryIO, header_bytes: int) -> None:
         self._file = file
         self._header_bytes = header_bytes
+        # The format: 8 bytes of the header's length, the header, then the tensors' bytes.
         file.seek(8 + self._header_bytes)
         self._entries = ['"__metadata__":{"format":"pt"}']
-        self._header = len(self._entries[0]) + 2
+        self._header = len(self._entries[0]) + 2  # with both braces
         self._end = 0
 
     def has_room(self, name: str, tensor: torch.Tensor, shard_bytes: int) -> bool:
         """Return True if the tensor may be appended."""
-        entry = len(self._entry(name, tensor).encode()) + 1
+        entry = len(self._entry(name, tensor).encode()) + 1  # with its comma
         fits = not self._end or self._end + tensor.nbytes <= shard_bytes
         return fits and self._header + entry <= self._header_bytes
 
@@ -260,6 +266,7 @@ class _SafetensorsWriter:
     def finish(self) -> None:
         """Write the header, padded with spaces as the format allows, and close the file."""
         self._file.seek(0)
+        # The reserved length, not the used one: the tensors' bytes are behind it already.
         self._file.write(self._header_bytes.to_bytes(8, "little"))
         self._file.write(f"{{{','.join(self._entries)}}}".encode().ljust(self._header_bytes))
         self.close()

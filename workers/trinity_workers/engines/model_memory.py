@@ -71,6 +71,7 @@ class OffloadedModel:
         optimizer: Tensors = tuple,
     ) -> None:
         def optimizer_tensors() -> Iterator[torch.Tensor]:
+            # In float32 the optimizer updates the model's parameters themselves.
             mine = {_key(parameter) for parameter in parameters()}
             return (tensor for tensor in optimizer() if _key(tensor) not in mine)
 
@@ -101,6 +102,7 @@ class OffloadedModel:
     def guard(self, module: torch.nn.Module) -> None:
         """Let the module raise MemoryAway, where it is called while its parameters are away."""
         if not self.is_resident():
+            # Before FSDP's own hook, which would gather the empty shards.
             module.register_forward_pre_hook(self.check_resident, prepend=True)
 
     def check_resident(self, *_: Any) -> None:
@@ -156,6 +158,7 @@ class Movable:
         if self.is_held or self._away:
             return
         storages = {
+            # By its address in C++: tensors that share a storage move it once.
             storage._cdata: storage
             for storage in (_resizable_storage(tensor) for tensor in self._tensors())
             if storage.nbytes()
@@ -164,9 +167,11 @@ class Movable:
             _copied_to_host(storage) if self._keeps_values else None
             for storage in storages.values()
         ]
+        # Before the memory is freed: copies and earlier kernels may still read it.
         _synchronize(storages.values())
         for storage, copy in zip(storages.values(), copies, strict=True):
             self._away.append((storage, storage.nbytes(), copy))
+            # Not `del`: views of the storage stay valid objects, and get their values back later.
             storage.resize_(0)
 
     def _restore(self) -> None:
@@ -183,6 +188,7 @@ class Movable:
 
 
 def _copied_to_host(storage: torch.UntypedStorage) -> torch.Tensor:
+    # From pageable memory a copy waits for the CPU, and cannot overlap with others.
     pinned = storage.device.type == "cuda"
     copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
     return copy.copy_(_view_bytes(storage), non_blocking=True)
@@ -202,6 +208,7 @@ def _synchronize(storages: Iterable[torch.UntypedStorage]) -> None:
 def _resizable_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     """Return the tensor's storage; one that was mapped or read from a file is copied first."""
     local = _local(tensor)
+    # Memory of a mapped file or of NumPy cannot be freed by resize_().
     if not local.untyped_storage().resizable():
         local.data = local.data.clone()
     return local.untyped_storage()

@@ -17,6 +17,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     numpy: Any = np.random.get_state(legacy=False)
     states: dict[str, Any] = {
+        # int64, since the words are unsigned numbers of 32 bits.
         "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
         "numpy": {
             "key": torch.from_numpy(numpy["state"]["key"].astype(np.int64)),
@@ -38,6 +39,7 @@ def set_random_states(states: dict[str, Any], device: torch.device) -> None:
     numpy = states["numpy"]
     np.random.set_state(
         (
+            # NumPy's global functions draw from this generator.
             "MT19937",
             numpy["key"].numpy().astype(np.uint32),
             numpy["position"],

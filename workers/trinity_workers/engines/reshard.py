@@ -119,6 +119,7 @@ def tensors_of_shards(
     with _no_mesh_warnings():
         states = states_of_shards(folder, part, world)
     selected = list(states[0] if names is None else names)
+    # Only where the values are equal: a tie that training has undone would lose a tensor.
     ties = {name: first for name, first in (ties or {}).items() if _are_equal(states, name, first)}
     check_all_used(folder, states[0], {*selected, *ties})
     for name in selected:
@@ -194,6 +195,7 @@ def model_from_folder(reader: FolderReader, module: Any) -> dict[str, Any]:
     parameters = {
         name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)
     }
+    # By identity: tied parameters are one tensor under several names.
     saved = {parameters.get(name, name): name for name in reader.names()}
     return {
         name: _slice_full_tensor(reader.tensor(saved.get(parameters.get(name, name), name)), like)
@@ -203,6 +205,7 @@ def model_from_folder(reader: FolderReader, module: Any) -> dict[str, Any]:
 
 def resharded_optimizer(states: Sequence[dict[str, Any]], optimizer: Any) -> dict[str, Any]:
     """Return this rank's optimizer state dict, from those of all ranks that saved."""
+    # By index, as torch names a parameter's state: the order of parameters is the model's.
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     first = states[0]
     return {
@@ -234,6 +237,7 @@ def _slice_full_tensor(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def _laid_out(shards: Sequence[torch.Tensor], like: DTensor) -> DTensor:
     """Return this rank's rows of consecutive shards."""
+    # (rows of this rank, ...). On the CPU, since the shards are mapped files.
     local = torch.empty_like(like.to_local(), dtype=shards[0].dtype, device="cpu")
     first = _first_row(like)
     offset = 0
@@ -242,8 +246,10 @@ def _laid_out(shards: Sequence[torch.Tensor], like: DTensor) -> DTensor:
         if begin < end:
             local[begin - first : end - first] = rows[begin - offset : end - offset]
         offset += len(rows)
+    # Else rows that no shard has would be left as empty_like() found them.
     if offset != like.shape[0]:
         raise ReshardRefused("rows", saved=offset, rows=like.shape[0])
+    # run_check would exchange the shapes: a collective, while a rank may still fail to read.
     return DTensor.from_local(
         local.to(like.device),
         like.device_mesh,
@@ -257,5 +263,6 @@ def _laid_out(shards: Sequence[torch.Tensor], like: DTensor) -> DTensor:
 def _first_row(tensor: DTensor) -> int:
     """Return the index of this rank's first row: torch cuts rows into chunks of one size."""
     world, rank = tensor.device_mesh.size(), tensor.device_mesh.get_local_rank()
+    # As torch.chunk(): all chunks but the last are rounded up, and the last ranks may have none.
     chunk = -(-tensor.shape[0] // world)
     return min(rank * chunk, tensor.shape[0])

@@ -47,6 +47,7 @@ class WeightChanges:
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._count = 0
         for part in module.modules():
+            # On every part, as a user may load a state into one of them.
             register: Any = part.register_load_state_dict_post_hook  # it has no annotations
             register(self._add)
         if optimizer is not None:
@@ -144,6 +145,8 @@ class ShardedEngine(CheckpointedEngine):
 
     def _read_checkpoint(self, folder: Path) -> None:
         with together():
+            # Read and checked on all ranks before anything is loaded: no rank trains on with half
+            # of it.
             model, training = self._read_shards(folder)
             exempt = all_buffer_names(trained_module(self))
             check_finite(nested_tensors(model), str(folder), exempt=exempt)
@@ -157,6 +160,7 @@ class ShardedEngine(CheckpointedEngine):
             self._loaded_steps = int(training["scheduler"]["last_epoch"])
             return
         self.optimizer.load_state_dict(training["optimizer"])
+        # After the load, which brings back the options of the run that saved.
         apply_adamw_options(self.optimizer, self._adamw)
         self.scheduler.load_state_dict(training["scheduler"])
         apply_learning_rate(self.scheduler, self._highest_rate)
@@ -166,6 +170,7 @@ class ShardedEngine(CheckpointedEngine):
     def _read_model(self, folder: Path, world: int) -> dict[str, Any]:
         """Return this rank's model, from shards of ``world`` ranks or a Hugging Face folder."""
         whole, module, part = folder / MODEL_FOLDER[-1], trained_module(self), saved_part(self)
+        # Shards win: a folder next to them is an export, which may be of a narrower dtype.
         if not shard_file(folder, part, world, 0).is_file() and has_weights(whole):
             return model_from_folder(FolderReader(whole), module)
         if world == dist.get_world_size():

@@ -16,6 +16,7 @@ from ..storage.durable_files import whole_file
 
 def copied(value: Any) -> Any:
     """Return the same structure with every tensor copied to the CPU, sharded ones too."""
+    # copy=True: a tensor that is on the CPU already would be changed by the next step.
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
