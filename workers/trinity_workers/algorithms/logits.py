@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .types import Reduce, this_rank_alone
 
+# With Qwen's vocabulary of 151,936 tokens, the distributions of a chunk take 0.6 GB.
 CHUNK = 1024
 """Tokens whose float32 distribution is held at once, forward and backward."""
 LEAST = -100.0

@@ -138,6 +138,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Requires(
         is_any("algorithm.loss", "gspo"),
+        # As published. TRL warns of other means (decision 23).
         is_any("algorithm.normalisation", "sequence-mean"),
         "{algorithm.loss} gspo has one ratio for a whole response, which "
         "{=algorithm.normalisation} would weigh by its length",
@@ -171,6 +172,7 @@ RULES: tuple[Rule, ...] = (
         "{algorithm.kl.coefficient} 0 has no penalty",
     ),
     Requires(
+        # The mean of the gradient of log pi is 0 under pi: see .kl.kl_estimate().
         _HAS_PENALTY & ~_IN_REWARD & is_any("algorithm.kl.estimator", "k1"),
         _IS_WEIGHTED,
         "the gradient of {algorithm.kl.estimator} k1 in the loss is 0 on average",
@@ -207,6 +209,7 @@ RULES: tuple[Rule, ...] = (
         "{=algorithm.loss} corrects for no sampling policy",
     ),
     Requires(
+        # A weight pi/mu times a ratio pi/mu would correct twice.
         _CORRECTS & is_any("algorithm.loss", "ppo", "gspo", "cispo", built_in=POLICY_LOSSES),
         is_any(f"{_SAMPLING}.ratio_to", "proximal"),
         "the ratio of {=algorithm.loss} to the behaviour policy corrects already",

@@ -193,6 +193,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     @property
     def needs_proximal_to_prepare(self) -> bool:
         """Return True if proximal log-probabilities are needed before the batch is prepared."""
+        # An advantage of a user may read any field.
         prepared = self.advantage == "teacher" or self.advantage not in ADVANTAGES
         penalty = self.kl.coefficient > 0 and self.kl.where == "reward"
         return "proximal_logprobs" in self.needed_fields and (prepared or penalty)
@@ -200,6 +201,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     @property
     def needs_proximal_pass(self) -> bool:
         """Return True if a pass before the updates computes the proximal log-probabilities."""
+        # With one update its own forward pass gives them: see TrainingStep._policy_loss().
         return self.updates > 1 or self.needs_proximal_to_prepare
 
     @property

@@ -152,6 +152,7 @@ class CheckpointedEngine(ABC):
             ),
             (
                 "del_local_after_load",
+                # False, the default, asks for nothing: it is no argument to refuse.
                 del_local_after_load or None,
                 "local_path may be the only copy of the checkpoint: remove it yourself",
             ),

@@ -21,6 +21,7 @@ def checked_teacher(folder: Path, policy: Path) -> Path:
     """
     if not (folder / "config.json").is_file():
         raise NoModel("teacher", folder, "algorithm.teacher.path")
+    # By ids, as the teacher reads the tokens that the policy has sampled.
     if load_tokenizer(folder).get_vocab() != load_tokenizer(policy).get_vocab():
         raise TokenizerRefused(folder, "teacher")
     return folder

@@ -19,4 +19,5 @@ async def background_tasks(*tasks: Callable[[], Coroutine[Any, Any, None]]) -> A
             for task in tasks:
                 group.start_soon(task)
             yield
+            # The tasks do not end by themselves, and the group would wait for them.
             group.cancel_scope.cancel()

@@ -11,6 +11,8 @@ import anyio
 
 logger = logging.getLogger(__name__)
 
+# The health checks of compose.yaml ask for a file of the last 30 seconds: some late beats are no
+# failure.
 BEAT = 5.0
 """Seconds between two updates of the file."""
 

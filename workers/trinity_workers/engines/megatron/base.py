@@ -119,6 +119,7 @@ class MegatronModel(CheckpointedEngine):
         parameters, optimizer and schedule stay as they are.
         """
         for chunk in self.module:
+            # DDP accumulates into its buffers, which the optimizer's zero_grad() does not clear.
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         results = accumulate()
@@ -209,6 +210,7 @@ class MegatronModel(CheckpointedEngine):
         self, folder: Path, *, group: dist.ProcessGroup | None, copy: bool
     ) -> dict[str, PlannedSave]:
         contents = set(self.checkpoint_manager.checkpoint_save_contents)
+        # Refused now: a checkpoint that cannot be loaded is found out when nothing else is left.
         if "optimizer" in contents and not self._optimizer_loads:
             raise OptimizerNotLoadable()
         writes: dict[str, PlannedSave] = {}
@@ -232,6 +234,7 @@ class MegatronModel(CheckpointedEngine):
         return writes
 
     def _read_checkpoint(self, folder: Path) -> None:
+        # Before the model is changed: the engine stays as it was if this refuses.
         self._check_optimizer_loads(folder)
         self._load_model(folder)
         if not (folder / "training").is_dir():
@@ -282,6 +285,8 @@ class MegatronModel(CheckpointedEngine):
         options = self._optimizer_options
         if options is None or not options.distributed:
             return True
+        # megatron-core takes torch's AdamW where it finds neither Transformer Engine nor Apex, and
+        # 0.16 cannot load its distributed state: see OptimizerNotLoadable.
         return not isinstance(self.optimizer.chained_optimizers[0].optimizer, torch.optim.AdamW)
 
     def _check_optimizer_loads(self, folder: Path) -> None:
@@ -304,4 +309,5 @@ class MegatronModel(CheckpointedEngine):
     def _apply_options(self) -> None:
         """Set the configuration's options of the optimizer, whose state was loaded."""
         assert self._optimizer_options is not None
+        # After the load, which brings back the options of the run that saved.
         apply_adamw_options(self.optimizer, self._optimizer_options.adamw)

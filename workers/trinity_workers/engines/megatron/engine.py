@@ -84,9 +84,11 @@ class MegatronEngine(MegatronModel):
         if device.type == "cpu" and torch.cuda.is_available():
             raise DeviceRefused(device.type)
         with together():
+            # A folder may be missing on one host alone, and joining the layout is collective.
             description = self._read(model_folder)
         self._parts = pipeline_parts or layout.pipeline
         self._fused_loss = model.fused_loss
+        # Before the model, whose layers look up their groups as they are made.
         join(layout, seed, model.timeout)
         transformer = transformer_config(description.config, layout, model)
         super().__init__(
@@ -198,10 +200,14 @@ class MegatronEngine(MegatronModel):
             self.module = [
                 DistributedDataParallel(
                     config=self._transformer,
+                    # bfloat16 would lose small gradients in the sum over micro-batches and
+                    # replicas.
                     ddp_config=DistributedDataParallelConfig(
                         grad_reduce_in_fp32=True, use_distributed_optimizer=options.distributed
                     ),
                     module=chunk,
+                    # As Megatron-LM's training.py: reductions of later chunks overlap with
+                    # computing anyway.
                     disable_bucketing=index > 0,
                 )
                 for index, chunk in enumerate(chunks)
@@ -221,7 +227,10 @@ class MegatronEngine(MegatronModel):
                 ),
                 self.module,
             )
+        # The schedule calls it after the last micro-batch. It reduces over replicas, and between
+        # the first and the last stage, which both have a tied embedding.
         self._transformer.finalize_model_grads_func = finalize_model_grads
+        # The schedule applies it to each loss; without float16 it multiplies by 1.
         self._transformer.grad_scale_func = self.optimizer.scale_loss
 
     def _parameters(self) -> Iterator[torch.Tensor]:

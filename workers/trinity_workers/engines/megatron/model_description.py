@@ -35,6 +35,7 @@ class Description(Struct, frozen=True):
         """Tokens that end an answer: the tokenizer's, and those of the model's defaults."""
         defaults = {"eos_token_id": getattr(self.config, "eos_token_id", None)}
         if self.generation_config is not None:
+            # As in transformers, generation defaults win over those of the configuration.
             defaults |= json.loads(self.generation_config)
         more = defaults["eos_token_id"]
         tokens = [

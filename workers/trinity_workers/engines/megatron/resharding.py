@@ -25,6 +25,7 @@ from .parameter_slices import ParameterSlice
 
 _c10d: Any = distributed_c10d  # its private functions have no annotations
 
+# Small: it is needed while the shards of both layouts are on the device (decision 28).
 BUCKET_BYTES = 32 << 20
 """Bytes that all ranks together send at a time, unless one slice is larger."""
 

@@ -28,6 +28,7 @@ class MegatronCritic(MegatronEngine):
 
     def _read(self, folder: Path) -> Description:
         description = read_description(folder)
+        # By the folder's own configuration: that of the critic, below, always has a head.
         self._absent = HEAD - checked_head(description.config, folder)
         return structs.replace(description, config=critic_config(description.config))
 

@@ -57,6 +57,7 @@ def load_models(
 
     policy = critic = None
     if "policy" in names or "rollout" in names:
+        # Before the engine joins a layout, which is that of all models of the process.
         _check_experts(config)
         policy = MegatronEngine(
             folder,

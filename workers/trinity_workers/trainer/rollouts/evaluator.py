@@ -96,6 +96,7 @@ class Evaluator:
         """
         config, version = self._config, StepRef(self._config.epoch, step)
         versions = {evaluation.version for evaluation in self._open}
+        # The version of the last step is evaluated in any case: no later one takes its place.
         if step < config.steps and version not in versions and len(versions) >= MOST_OPEN:
             return
         for held_out in self._sets:

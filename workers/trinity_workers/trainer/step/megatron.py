@@ -118,6 +118,7 @@ def _from_last_stage(own_values: Tensor | None, like: Tensor) -> Tensor:
     from megatron.core import parallel_state as state
 
     if own_values is None:
+        # float32, as what the last stage sends.
         values = torch.empty(like.shape, device=like.device)
     else:
         values = own_values.float().contiguous()
