@@ -32,8 +32,11 @@ class StreamCursor:
         self.after = after
         self._log = log
         self._stream = stream
+        # The end of the stream at the time of the subscription is an entry that is there.
         self._read = not asked_for and after != ORIGIN
+        # From the beginning means from what is there: nothing is missing before the first entry.
         self._anywhere = not asked_for and after == ORIGIN
+        # A position that a subscriber named is checked before the first read: it may be trimmed.
         self._check_at = -math.inf if asked_for else anyio.current_time() + CHECK_EVERY
 
     def passed(self, entry_id: str) -> None:
@@ -50,11 +53,13 @@ class StreamCursor:
         self._check_at = anyio.current_time() + CHECK_EVERY
 
     async def _find_lost(self) -> None:
+        # The usual case costs one read of one entry.
         if self._read and await self._there():
             return
         first_retained = await self._log.first_retained_id(self._stream)
         if first_retained is not None and position(self.after) < position(before(first_retained)):
             raise self._lost("trimmed", first_retained, before(first_retained))
+        # A stream that was trimmed to nothing has no last entry, but retains its last id.
         end = max(await self._log.last_id(self._stream), first_retained or ORIGIN, key=position)
         if position(end) < position(self.after) and not await self._is_in_another_stream():
             raise self._lost("shortened", end)

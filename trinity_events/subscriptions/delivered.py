@@ -34,6 +34,7 @@ class Delivered(Generic[E]):
             await self._ack()
 
     def __getattr__(self, name: str) -> Any:
+        # Without this, the line below would ask for `event` again, without an end.
         if name == "event":  # not set yet, for example while it is copied
             raise AttributeError(name)
         return getattr(self.event, name)

@@ -32,11 +32,13 @@ async def follow(reading: SubscriptionContext[E], start: str) -> AsyncIterator[D
     else:
         after = await reading.wait.retry(lambda: _positions(reading, start))
     places = _Cursors(reading, after, asked_for=start not in ("current", "beginning"))
+    # An announcement that came between the two reads is in both: it is delivered once.
     seen = {(Stream.ANNOUNCEMENTS, entry.id) for entry in standing}
     for entry in standing:
         delivered = reading.filter.deliver(entry)
         if delivered is not None:
             yield delivered
+            # After the yield: the time that the subscriber takes for an event is no wait.
             reading.wait.renew()
     while True:
         for stream, entry in await places.next():
@@ -98,6 +100,8 @@ class _Cursors(Generic[E]):
             again = wait.faults > faults
             if again:
                 after = {stream: place.after for stream, place in self._places.items()}
+                # From the last delivered entries: what was read ahead is read again, of this
+                # server.
                 self._ahead = MergedReader(self._reading.log, after)
             for place in self._places.values():
                 await place.check(now=again)

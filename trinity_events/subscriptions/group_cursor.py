@@ -42,6 +42,7 @@ class GroupCursor(Generic[E]):
             LogLost: if entries that follow its start are gone.
         """
         log, stream = self._reading.log, self._reading.stream
+        # An existing group continues where it is: `start` counts when it is created.
         if any(info.name == self._group for info in await log.groups(stream)):
             return
         await log.create_group(stream, self._group, await self._beginning())
@@ -86,6 +87,7 @@ class GroupCursor(Generic[E]):
         if first_retained is not None and position(goes_on) < position(before(first_retained)):
             resume = before(first_retained)
             return self._detachment(detached, "trimmed", after=goes_on, resume=resume)
+        # The event is of an older version, which did not name the oldest pending entry.
         if detached.pending and detached.oldest_pending is None:
             return self._detachment(detached, "pending", after=detached.position, resume=goes_on)
         return None

@@ -74,6 +74,7 @@ class _Member(Generic[E]):
         self._group = group
         self._name = f"member-{secrets.token_hex(4)}"
         self._place = GroupCursor(reading, group.name, group.start)
+        # Both are due at once: members that died before may have left entries pending.
         self._claim_at = self._forget_at = anyio.current_time()
 
     async def join(self) -> None:
@@ -85,6 +86,7 @@ class _Member(Generic[E]):
             try:
                 entries = await self._reading.wait.retry(self._read_or_claim)
             except redis.ResponseError as error:
+                # The reducer detached the group, or the server lost its data.
                 if not str(error).startswith("NOGROUP"):
                     raise
                 raise await self._reading.wait.retry(self._place.gone) from None
@@ -106,7 +108,10 @@ class _Member(Generic[E]):
             self._reading.stream,
             self._group.name,
             self._name,
+            # The read ends when the next takeover is due.
             seconds=min(self._reading.block(), max(0.0, self._claim_at - now)),
+            # A second one would wait here, and no other member could take it before `claim_after`
+            # (1).
             limit=1,
         )
 
@@ -130,6 +135,7 @@ class _Member(Generic[E]):
                     self._group.name,
                     self._group.max_deliveries,
                 )
+            # After a page of dead letters alone, more may be pending behind them.
             if claimed.entries or not claimed.dead:
                 return claimed.entries
 

@@ -109,6 +109,7 @@ class Subscription(Generic[E]):
     async def __aenter__(self) -> Subscription[E]:
         async with AsyncExitStack() as exits:
             log = await exits.enter_async_context(self._open_log())
+            # Taken over only now: an opening that fails closes what it had opened.
             self._exits = exits.pop_all()
         self._reading = reading = SubscriptionContext(
             log, self._filter, self._deadline, self._timeouts
@@ -127,6 +128,7 @@ class Subscription(Generic[E]):
         traceback: TracebackType | None,
     ) -> None:
         try:
+            # Before the log, which it may be reading.
             await self._iterator.aclose()  # type: ignore[union-attr]
         finally:
             await self._exits.aclose()
