@@ -26,6 +26,7 @@ from ..checkpoints.verification import CheckpointDamaged, read_manifest
 from ..errors import TrinityError
 from ..system.open_folder import OpenFolder, parts_of
 
+# Bytes; a mark holds one path.
 _LONGEST_MARK = 4096
 
 
@@ -98,6 +99,8 @@ def check_manifests(run: Path) -> VerifiedManifests:
     for folder in sorted(run.iterdir()):
         if parse_final_name(folder.name) is None or folder.is_symlink() or not folder.is_dir():
             continue
+        # The folder may be removed or replaced while its files are read: a difference says nothing
+        # then.
         inode = folder.stat().st_ino
         try:
             manifest = read_manifest(folder)
@@ -203,6 +206,7 @@ def _sha256_of(folder: OpenFolder, name: str) -> tuple[int, str]:
 
 
 def _measure_file(folder: OpenFolder, name: str, *, digested: bool) -> tuple[int, str | None]:
+    # A link in the file's place may lead out of the folder, and a pipe would block.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with os.fdopen(os.open(name, flags, dir_fd=folder.descriptor), "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest() if digested else None

@@ -27,11 +27,13 @@ async def common_part(archive: Archive, log: EventLog, stream: Stream) -> Common
     older copy. Later archived entries then belong to a log that no longer exists.
     """
     first_retained: str | None = None
+    # Newest first: what the server does not have at the end is of a log that is gone.
     for last in archive.ends(stream):
         if await log.read(before(last), stream=stream, through=last, limit=1):
             return Common(last, last)
         # Read this after the entry was not found: the server may have trimmed it just then.
         first_retained = await log.first_retained_id(stream)
+        # Trimmed, and not lost: a server trims only what is archived (invariant 8).
         if first_retained is not None and position(last) <= position(first_retained):
             return Common(last, first_retained)
     return Common(ORIGIN, first_retained or ORIGIN)

@@ -104,6 +104,7 @@ async def whole_stream(
                     break
                 after = entry.id
                 yield entry
+        # The end at the first look: a run that goes on would else be followed for ever.
         end = end or await log.last_id(stream)
         while True:
             entries = await log.read(after, stream=stream, through=end, limit=page.limit)
@@ -118,6 +119,7 @@ async def whole_stream(
             for entry in entries:
                 yield entry
             after = entries[-1].id
+        # A round without progress: neither the archive nor the server has what comes next.
         if after == behind:
             raise ArchiveMissing("trimmed", log.run_id, stream.value, before=str(first_retained))
 
@@ -163,6 +165,7 @@ async def record_run(
 
 def _is_of_later(announcement: Entry, reached: str) -> bool:
     """Return True if an event after a position caused the announcement."""
+    # What cannot be decoded names no cause, and is recorded.
     with suppress(ContractError):
         cause = getattr(decode_envelope(announcement.payload).event, "caused_by", reached)
         return position(cause) > position(reached)
@@ -204,6 +207,7 @@ async def import_recording(
             raise KeyConflict(key, "import", expected=run_id)
     try:
         await _write(client, log, recording, page_bytes)
+        # Last of all: a listed run is folded at once.
         await add_run(client, run_id)
     except BaseException:
         # Partial keys would block the run id without a listed run.
@@ -245,6 +249,7 @@ async def _write(
                 pipe.xadd(dead, {"id": entry.id, "reason": reason, "e": entry.payload})
             await pipe.execute()
     streams = zip(_temporary_keys(log), _streams(log), strict=True)
+    # RENAME fails for a key that is not there, such as that of a stream without entries.
     there = [pair for pair in streams if await server.exists(pair[0])]
     async with server.pipeline(transaction=True) as pipe:
         for coming, key in there:

@@ -35,6 +35,8 @@ _NO_DIGEST = _DIGEST + "0" * 64
 
 _LONGEST_HEADER = 1 << 16
 """Bytes read for a header; a longer first line belongs to a foreign file."""
+# msgspec raises UnicodeDecodeError, which is a ValueError, for text that is not UTF-8. It raises
+# RecursionError for values that are nested too deep.
 _UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
 
 LineStream = Literal["events", "announcements", "dead"]
@@ -274,6 +276,7 @@ def _lines_in(part: Part, path: Path, header: Header) -> Iterator[Write]:
 
 def _digest(lines: hashlib._Hash, first: bytes) -> str:
     """Return the digest of a file: of its lines, then of its header with the placeholder."""
+    # The header comes last, as its counts are known only after the lines.
     lines.update(first)
     return f"{_DIGEST}{lines.hexdigest()}"
 
@@ -331,6 +334,7 @@ def _header(path: Path, first: bytes) -> Header:
         raw = {}
     if raw.get("format") != FORMAT:
         raise BadRecording(path, "foreign", 1)
+    # Before the fields, which another version may have otherwise.
     if raw.get("version") != FORMAT_VERSION:
         raise BadRecording(path, "version", 1, version=raw.get("version"))
     try:
@@ -436,9 +440,11 @@ def last_events(path: Path, limit: int) -> list[Entry]:
     with _opened(path) as file:
         begin = len(file.readline())
         end = _bisected(path, file, lambda place: place.stream == "events")
+        # A guess by one line; it doubles until the piece at the end has enough lines.
         size = max(1, len(file.readline()))
         while True:
             file.seek(max(begin, end - limit * size))
+            # The piece may begin within a line, which is passed over.
             if file.tell() > begin:
                 file.readline()
             raw = file.read(max(0, end - file.tell())).splitlines()
@@ -462,6 +468,7 @@ def _lines_after(
                 line = decoder.decode(raw)
                 if line.stream == stream:
                     yield Line(stream=stream, id=line.id, payload=line.payload, reason=line.reason)
+                # The streams follow one another in an exported file: the rest is of later ones.
                 elif _ORDER.index(line.stream) > _ORDER.index(stream):
                     return
     except _UNREADABLE as error:
@@ -477,6 +484,7 @@ def _bisected(path: Path, file: BinaryIO, is_before: Callable[[_LinePlace], bool
             middle = (low + high) // 2
             raw = _first_line_from(file, middle)
             if raw and is_before(decoder.decode(raw)):
+                # Behind the line that was read, which is before what is looked for.
                 low = file.tell()
             else:
                 high = middle
@@ -491,6 +499,7 @@ def _no_entry(path: Path, error: Exception) -> BadRecording:
 
 def _first_line_from(file: BinaryIO, offset: int) -> bytes:
     """Read the first line that begins at or after an offset."""
+    # One byte back: a line that begins right at the offset is found, too.
     file.seek(offset - 1)
     if file.read(1) != b"\n":
         file.readline()

@@ -50,6 +50,7 @@ class KeptStates:
     def for_run(run_folder: Path, spacing: StateSpacing = StateSpacing()) -> KeptStates:
         """Return those of a run: beside its archive if it can be, or in ``TRINITY_HOME``."""
         archive = run_folder / ARCHIVE
+        # The run of another user may be readable only.
         if archive.is_dir() and os.access(archive, os.W_OK):
             return KeptStates(archive / _FOLDER, spacing)
         return KeptStates(trinity_home() / _FOLDER / run_folder.name, spacing)
@@ -79,6 +80,7 @@ class KeptStates:
             with OpenFolder.at(self.folder) as folder:
                 folder.write(name, encode_kept(kept_state))
         except OSError as error:
+            # No warning: without this state, the next question folds a longer part of the log.
             logger.debug("the state at %s is not kept (%s)", kept_state.state.position, error)
             return
         apart = self.spacing.interval(number)
@@ -108,10 +110,12 @@ class KeptStates:
         except (OSError, msgspec.DecodeError) as error:
             logger.debug("%s is not used (%s)", self.folder / file.name, error)
             return None
+        # A file that was renamed says another place than its state has.
         key = kept_state.state.entries, kept_state.state.position
         return kept_state if key == (file.number, file.entry_id) else None
 
     def _remove(self, files: list[_StateFile]) -> None:
+        # What stays is removed with the next state.
         with suppress(OSError), OpenFolder.at(self.folder) as folder:
             for file in files:
                 folder.remove(file.name)

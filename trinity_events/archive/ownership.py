@@ -23,6 +23,7 @@ from .segments import Archive
 
 logger = logging.getLogger(__name__)
 
+# Bytes; a mark holds an identity, an address and the name of a host.
 _LONGEST_MARK = 4096
 
 
@@ -65,6 +66,7 @@ async def log_identity(log: RedisEventLog, archive: Archive) -> str | None:
         archived = archived_identity(archive)
         if archived is not None:
             return archived
+    # The first entry is gone everywhere: the oldest that is left identifies the log.
     return identity_of(entries[0] if entries else Entry(first_retained, b""))
 
 
@@ -106,6 +108,7 @@ class FolderOwner:
         except FolderTaken as error:
             if not self._adopt:
                 raise
+            # The user has agreed to this one takeover: the next other log is refused.
             self._adopt = False
             run.write(BELONGS_TO, msgspec.json.encode(own))
             logger.warning("%s is taken over, as --adopt-folder asks: %s", run.path, error)
@@ -116,6 +119,7 @@ class FolderOwner:
             archived = archived_identity(self.archive)
             if archived not in (None, own.log):
                 raise folder_taken(run.path, self._run_id, LogMark(log=str(archived)), str(own))
+            # Another process may be first: its mark is read and compared then.
             if run.write_new(BELONGS_TO, msgspec.json.encode(own)):
                 return
         if mark.log != own.log:
@@ -166,6 +170,7 @@ def read_mark(run: OpenFolder, run_id: str) -> LogMark | None:
     try:
         mark = msgspec.json.decode(data or b"", type=LogMark)
         position(mark.log.partition(".")[0])
+        # Messages show the mark, and a terminal carries out the control characters of any file.
         if not f"{mark.log}{mark.server}{mark.host}".isprintable():
             raise ValueError("the mark has unprintable characters")
     except (msgspec.DecodeError, ValueError, RecursionError):

@@ -116,6 +116,7 @@ class Archive:
                 continue
             # Read the whole segment before using any entry: the digest covers the whole file.
             header, lines = _whole(segment.path)
+            # The header names the entry before the first one: a segment between the two is missing.
             if position(header.after) > at:
                 raise ArchiveMissing(
                     "segment", self._run_id, stream.value, self.folder, segment.path.name
@@ -150,6 +151,7 @@ class Archive:
         entry_count = size = 0
         segments = self._segments(stream)
         for number, segment in enumerate(reversed(segments), 1):
+            # The name of an older segment has no number: the segment counts as enough.
             entry_count += entries if segment.entries is None else segment.entries
             size += segment.path.stat().st_size
             if number >= _LEFT_ON_SERVER and (entry_count >= entries or size >= nbytes):
@@ -165,7 +167,9 @@ class Archive:
 
         Their entries before ``before`` belong to this log too, and stay in the archive.
         """
+        # Before the shared part is written, whose segment ends after `after`, too.
         strange = [segment for segment in self._segments(stream) if segment.last > position(after)]
+        # A copy first, then the moves: a death in between leaves entries twice, and never none.
         self.add(stream, self._shared(stream, after, before), after)
         name = f"not-on-the-server-after-{after}"
         with self._opened(create=True) as folder, folder.below(name, create=True) as aside:

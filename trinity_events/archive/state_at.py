@@ -186,6 +186,7 @@ class StateAt:
         holds. Between two kept states it misses what holds for a while only.
         """
         end, low = (await self.at()).entries, 0
+        # At the places of kept states, where asking costs a short fold at most.
         apart = self.source.kept_states.spacing.interval(end)
         for high in [*range(apart, end, apart), end]:
             if holds(await self.at_number(high)):
@@ -234,6 +235,8 @@ class StateAt:
                     break
                 page.append(entry)
                 due = (reached + 1) % spacing.interval(reached + 1) == 0
+                # Other tasks run between two pages (`log/page_size.py`), and a kept state needs an
+                # exact end.
                 if due or len(page) == TURN:
                     monitor.fold(page, self._decode)
                     page.clear()
@@ -254,8 +257,10 @@ class StateAt:
             return MonitorState(run_id=self.source.run_id)
         async with aclosing(self.source.events(kept_state.state.position)) as events:
             entry = await anext(events, None)
+        # Logs of one run may share ids: the digests in the identities tell them apart.
         if kept_state.log == log and entry is not None and kept_state.entry == identity_of(entry):
             return kept_state.state
+        # Left alone, the states of the other log would be found first each time.
         self.source.kept_states.clear()
         return MonitorState(run_id=self.source.run_id)
 

@@ -78,9 +78,11 @@ def verify(
     for entry in recording.events:
         entries, end = entries + 1, entry.id
         envelopes, _ = monitor.fold([entry])
+        # The reducer has written no announcement of a later entry yet.
         if position(entry.id) <= reached:
             for envelope in envelopes:
                 announcements.expect(encode(envelope))
+            # The files follow the position that was folded, not the end of the log.
             if entry.id == recording.header.position:
                 plan = plan_files(monitor.state)
         if stored_state is not None and entry.id == stored_state.position:
@@ -131,6 +133,7 @@ def _decoded(snapshot: bytes | None, findings: list[Finding]) -> MonitorState | 
         return None
     try:
         return decode_state(snapshot)
+    # No mismatch: a snapshot saves time, and the log can rebuild it.
     except SnapshotVersion as error:
         why = f"{error}; the next reducer rebuilds the state from the log"
         what = f"the snapshot is not compared: {why}"
@@ -156,6 +159,7 @@ class _Announcements:
         entry = next(self._there, None)
         if entry is not None:
             self.count += 1
+            # Byte for byte: a replay of the log gives what the reducer wrote (invariant 1).
             if entry.payload != payload and self._differs is None:
                 self._differs = self._expected
 
