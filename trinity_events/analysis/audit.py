@@ -131,6 +131,7 @@ class Auditor:
         lineages = [
             _Bookkeeper(root).books
             for root in self._roots
+            # An opening that dispatched nothing has no books.
             if any(epoch.facts for epoch in root.epochs)
         ]
         return Audit(
@@ -210,6 +211,7 @@ class _Bookkeeper:
     def _restore(self, fact: LedgerRestored, first_step: int) -> None:
         """Go on with the ledger of a checkpoint, if it agrees with the log up to its step."""
         own, ledger = self._ledger, fact.ledger
+        # Only right after the resume: later it would replace fates that the log has.
         if self._has_ledger and own.next:
             self._contradict("ledger-late", "the epoch has dispatched rollouts already")
             return

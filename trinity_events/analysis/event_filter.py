@@ -98,6 +98,7 @@ def find_steps(event: Event) -> set[int]:
         case _ if isinstance(event, _OF_A_VERSION):
             return {event.version.step}
         case _:
+            # All other events name their step themselves, if they are of one.
             step = getattr(event, "step", None)
             return set() if step is None else {step}
 

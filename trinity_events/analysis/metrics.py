@@ -134,6 +134,7 @@ def format_metric_name(name: str) -> str:
     if name.split("/", 1)[0] in GROUPS:
         return name
     if name.startswith(_OFF_POLICY):
+        # As veRL's metrics of rollout correction, without their prefix.
         return f"off_policy/{name.removeprefix('rollout_corr/')}"
     return f"rollout/{name}" if name in _OF_ROLLOUTS else f"train/{name}"
 

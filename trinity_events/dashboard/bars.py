@@ -97,6 +97,7 @@ def build_bars(
             if not isinstance(envelope.event, _IN_SPANS):
                 yield _instant(entry.id, envelope)
         for announcement in announcements:
+            # The others follow from events that have bars of their own.
             if isinstance(announcement.event, StepReady | StepFailed):
                 yield _outcome_instant(entry.id, announcement.event)
     for span in spans.finish(min(last, end) * MILLISECOND, "under way"):

@@ -182,6 +182,7 @@ def summarize(
         score_last_third=score_last,
         evaluations=evaluations.sets,
         staleness_mean=sum(metrics.staleness) / max(1, len(metrics.staleness)),
+        # The log has no duration of training alone: only the trainer's result does.
         training_seconds=metrics.seconds if isinstance(metrics, TrainingResult) else None,
         log=log,
         failed_steps=ending.failed_steps,
@@ -264,6 +265,7 @@ def _weight_rows(summary: DemoSummary) -> list[tuple[str, str]]:
         ),
         (
             "weight bytes",
+            # Ready versions alone: what was begun and failed was never taken.
             f"{log.versions_published - log.versions_delta} versions in full and "
             f"{log.versions_delta} as what changed: {_mebibytes(log.bytes_published)} published, "
             f"{_mebibytes(log.bytes_saved)} saved",

@@ -24,7 +24,7 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
-    # Whole seconds alone, and rounded up: the clock of the parent ends the process before.
+    # Whole seconds alone, and rounded up: of code on one thread the parent ends before it.
     seconds = int(limits["seconds"]) + 1
     for kind, limit in (
         (resource.RLIMIT_CPU, seconds),

@@ -69,6 +69,7 @@ def make_report(
         error_type=fault.error_type[:200] or "Error",
         place=fault.place[:500],
         message=_make_excerpt(fault.sentence, _LONGEST_PROMPT),
+        # Its end: the innermost frames.
         traceback=fault.traceback[-LONGEST_TRACEBACK:],
         prompt=_make_excerpt(prompt, _LONGEST_PROMPT),
         response=_make_excerpt(answer.text, _LONGEST_RESPONSE),
@@ -91,6 +92,7 @@ class ErrorReports:
 
         The trainer gets the error in any case: with the request that it failed.
         """
+        # Not the message: it often has a part of the answer, so that each error would be another.
         cause = report.error_type, report.place
         if cause in self._causes or len(self._causes) >= _REPORTED:
             return

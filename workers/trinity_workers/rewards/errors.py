@@ -31,6 +31,7 @@ class RewardFailed(TrinityError):
 
     def get_fault(self, index: int) -> RewardFault:
         """Return the error of an answer without a reward: its own, or that of all answers."""
+        # A process that ended has one error for all that it had not judged (decision 38).
         return self.faults.get(index, self.shared_fault)
 
 
@@ -41,6 +42,7 @@ class AnswersFailed(RewardFailed):
 
     @property
     def _first(self) -> str:
+        # By the lowest index: errors come in the order in which answers were judged.
         return self.faults[min(self.faults)].sentence
 
 

@@ -198,6 +198,7 @@ def is_built_in(name: str) -> bool:
 
 def absolute(name: str, folder: Path) -> str:
     """Return the name of a file, or of an object in one, from any directory; others as they are."""
+    # "./file.py:attribute" and "file.jsonl" are files; "module:attribute" is none.
     place, colon, attribute = name.partition(":")
     if not place.endswith(_FILES):
         return name
