@@ -92,6 +92,7 @@ def _blame(step: StepState, kind: Kind) -> int:
     """Return the order in which kinds are told: lower is nearer to the cause."""
     kind_state = step.kinds[kind]
     if kind_state.is_failed:
+        # A checkpoint that failed with its state dict is a consequence, and comes after it.
         return 1 if _follows(step, kind) else 0
     return 3 if kind_state.outcome is not None else 2
 

@@ -45,6 +45,7 @@ def failures(state: MonitorState) -> list[Failure]:
             kind_state = step_state.kinds.get(kind)
             if kind_state is not None and kind_state.is_failed and kind_state.failure is not None:
                 of_step.setdefault(kind_state.failure, []).append(kind)
+        # By step first: a state dict that fails takes its checkpoint with it, by one cause.
         for reason, kinds in of_step.items():
             grouped.setdefault((tuple(kinds), same_cause(reason)), []).append((step, reason))
     return [

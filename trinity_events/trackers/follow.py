@@ -62,6 +62,7 @@ class _Feed:
         if metrics is None:
             return
         self.given += 1
+        # A copy: a tracker that fails is removed meanwhile.
         for name, tracker in list(self._trackers.items()):
             try:
                 await to_thread.run_sync(tracker.log, metrics)

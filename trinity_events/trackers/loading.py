@@ -47,6 +47,7 @@ def find_tracker(name: str) -> OpenTracker:
     target, library = _OWN.get(name, (None, None))
     if target is not None:
         point = EntryPoint(name, f"{__package__}{target}", ENTRY_POINTS)
+    # The form of an entry point's value, so that one way loads all three.
     elif ":" in name:
         point = EntryPoint(name, name, ENTRY_POINTS)
     else:

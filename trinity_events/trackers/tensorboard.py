@@ -40,6 +40,7 @@ class TensorBoard:
         for name, value in metrics.values.items():
             if (tag := self._names.get(name)) is not None:
                 self._writer.add_scalar(tag, value, metrics.step, walltime=metrics.occurred_at)
+        # At once: TensorBoard reads the file while the run goes on.
         self._writer.flush()
 
     def close(self) -> None:

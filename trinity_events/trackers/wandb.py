@@ -23,6 +23,7 @@ class WeightsAndBiases:
                 project=run.project,
                 id=run.run_id,
                 name=run.run_id,
+                # Goes on with the run of this id, or begins it.
                 resume="allow",
                 dir=run.folder,
                 config=None if run.config is None else msgspec.json.decode(run.config),

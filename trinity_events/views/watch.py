@@ -117,6 +117,7 @@ class WatchApp(App[None]):
 
         while True:
             try:
+                # Closed at once: a generator that is left to the collector keeps its connection.
                 async with aclosing(self._follow()) as following:
                     async for state, folded in following:
                         self._state, self.fault = state, ""

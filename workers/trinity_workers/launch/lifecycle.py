@@ -64,6 +64,7 @@ async def interruptible(run_id: str) -> AsyncIterator[None]:
     if received:
         for number in (signal.SIGINT, *ending_signals()):
             signal.signal(number, signal.SIG_IGN)  # what is left to do is to say so
+        # The first signal: later ones only repeat it, as users and supervisors do.
         raise Interrupted(run_id, received[0])
 
 

@@ -92,6 +92,7 @@ class ActorRolloutRefWorker(RoleWorker):
         if self._rollouts is None:
             # On the first use: an actor that never generates pays for no rollouts.
             self._rollouts = rank_rollouts(self._config, self._device, policy)
+        # The version is the number of optimizer steps, so that each turn names its weights.
         return self._rollouts.generate(prompts, StepRef(self._config.epoch, policy.steps))
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)

@@ -261,6 +261,7 @@ class Episodes:
             raise PromptTooLong(request.ordinal, len(tokens), room)
         prompt = Turn(role="prompt", tokens=tokens)
         return [
+            # A list of messages for each sample, to which its own turns are added.
             _Episode(place, request, sample, question, question.messages(), [prompt])
             for sample in range(request.samples)
         ]

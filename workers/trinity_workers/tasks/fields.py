@@ -28,6 +28,7 @@ def read_field(record: Mapping[str, object], path: str) -> object:
     # First: names of Parquet columns and of JSON may have dots themselves.
     if path in record:
         return record[path]
+    # Each dot is tried: the names on the way may have dots, too.
     for place, letter in enumerate(path):
         inner = record.get(path[:place]) if letter == "." else None
         if isinstance(inner, Mapping):
@@ -40,6 +41,7 @@ def read_field(record: Mapping[str, object], path: str) -> object:
 def propose_field(record: Mapping[str, object], path: str) -> str:
     """Return the end of an error about an absent field: the nearest one, or those of the record."""
     paths = list(islice(_paths(record, _DEEPEST), _MOST_COMPARED))
+    # Reversed, so that the first path with a name counts.
     by_name = {name.rpartition(".")[2]: name for name in reversed(paths)} | {
         name: name for name in paths
     }

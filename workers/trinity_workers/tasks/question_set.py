@@ -76,6 +76,7 @@ class QuestionSet:
 
     def question(self, ordinal: int) -> Question:
         """Return the question at the ordinal: a place in the pass that the ordinal falls into."""
+        # The number of the pass decides its order, so that a resume needs no state.
         number, place = divmod(ordinal, len(self._training))
         if not self.shuffle:
             return self._training[place]

@@ -75,6 +75,7 @@ def read_questions(
     records: Iterable[object]
     if source.startswith(REASONING_GYM):
         records = _reasoning_gym(source, options.source)
+        # The entries of every family have these names.
         prompt, answer = "question", "answer"
     elif source.startswith(DATASETS):
         records = _datasets(source, options.source)
