@@ -121,6 +121,7 @@ class CheckpointedEngine(ABC):
         folder = Path(local_path)
         with self.resident("parameters", "optimizer"):
             self._write_checkpoint(folder)
+        # Last, after the files of all ranks: a listed file is whole.
         write_manifest_together(folder)
 
     def load_checkpoint(

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 AT_ONCE = 64
 """Maximum questions that are asked for at a time, so that few answers are in memory."""
+# As KEPT_EVALUATED of trinity_events.core.limits: the version of a third one may be retired.
 MOST_OPEN = 2
 """Open versions beyond which a version that is due is passed over for the next one."""
 

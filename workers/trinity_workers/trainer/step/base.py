@@ -258,6 +258,7 @@ class TrainingStep(ABC):
     def _learners(self) -> Iterator[Learner]:
         critic, warm = self.models.critic, True
         if critic is not None:
+            # Updates that were taken: a skipped one has not warmed the critic up.
             warm = (
                 critic.steps >= self._settings.critic.critic_warmup_steps * self._settings.updates
             )
