@@ -6,8 +6,6 @@ import socket
 import subprocess
 import sys
 
-from tests.support.vllm_faults import EXTENSION
-
 OPTIONS = [
     *("--served-model-name", "policy", "--host", "127.0.0.1", "--dtype", "float32"),
     *("--max-num-seqs", "64", "--kv-cache-memory-bytes", str(1 << 28), "--block-size", "32"),
@@ -41,6 +39,8 @@ class VLLMServer:
 
     def start(self):
         # Not `vllm serve`: the build for CPUs lacks the metadata that it reads.
+        from tests.support.vllm_faults import EXTENSION  # it imports vLLM
+
         command = [
             *(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"),
             *("--model", str(self._folder), "--port", str(self._port), *OPTIONS),
