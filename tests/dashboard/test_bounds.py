@@ -111,3 +111,10 @@ def test_short_bars_nearer_than_a_pixel_become_one_and_none_is_lost():
     assert len(bars_shown) < 60
     assert sum(bar.count for bar in bars_shown) == 201
     assert any(bar.label == "long" and bar.end - bar.begin == 800 for bar in bars_shown)
+
+
+def test_the_newest_value_is_in_a_line_however_long_it_is():
+    line = series.Series()
+    for step in range(1, 4 * series.POINTS):
+        line.add(1, step, float(step))
+        assert line.points()[-1][1] == step

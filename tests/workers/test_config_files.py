@@ -66,7 +66,7 @@ WRONG_VALUES = [
     ),
     ("trainer: {schedule: step}", "trainer.schedule", "one of constant, linear, cosine"),
     ("sync: {timeout: .inf}", "sync.timeout", "a number above 0"),
-    ("explorer: {proof: all}", "explorer.proof", "one of names, served or null"),
+    ("explorer: {proof: both}", "explorer.proof", "one of names, served, probes, all or null"),
     ("sync: {transport: nccl}", "sync.transport", "one of auto, shm, ray, redis"),
     ("sync: {method: disk}", "sync.method", "one of memory, nccl, checkpoint"),
     ("sync: {method: [nccl]}", "sync.method", "one of memory, nccl, checkpoint"),

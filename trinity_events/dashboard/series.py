@@ -50,8 +50,9 @@ class Series:
         if len(self._pending) >= self._stride:
             self._points.append(_mean(self._pending))
             self._pending.clear()
-        # Pairs become one point, and from now on twice as many values make one.
-        if len(self._points) > POINTS:
+        # Pairs become one point, and from now on twice as many values make one. POINTS is even,
+        # so that the newest has a pair too.
+        if len(self._points) >= POINTS:
             self._stride *= 2
             pairs = zip(self._points[::2], self._points[1::2], strict=False)
             self._points = [_mean(list(pair)) for pair in pairs]

@@ -149,12 +149,14 @@ async def test_an_engine_that_is_not_installed_and_a_setting_that_it_lacks_are_n
     whole, tmp_path, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    config = whole(explorer={"engine": "vllm"}, rollouts={"stop": ["."], "top_p": 0.9})
-    lacking, missing = await find_mistakes(config, tmp_path, alone=True, ray_address=None)
-    assert (type(lacking), lacking.settings) == (SamplingNotSupported, ("stop",))
+    config = whole(explorer={"engine": "vllm"})
+    [missing] = await find_mistakes(config, tmp_path, alone=True, ray_address=None)
     assert (type(missing), missing.package) == (PackageMissing, "vllm")
-    elsewhere = await find_mistakes(config, tmp_path, alone=False, ray_address=None)
-    assert list(map(str, elsewhere)) == [str(lacking)]
+    assert await find_mistakes(config, tmp_path, alone=False, ray_address=None) == []
+    server = {"engine": "vllm-server", "engine_options": {"url": "http://127.0.0.1:8000"}}
+    config = whole(explorer=server, rollouts={"stop": ["."], "top_p": 0.9})
+    [lacking] = await find_mistakes(config, tmp_path, alone=True, ray_address=None)
+    assert (type(lacking), lacking.settings) == (SamplingNotSupported, ("stop",))
 
 
 async def test_too_little_space_on_disk_and_in_shared_memory_is_named_with_both_sizes(

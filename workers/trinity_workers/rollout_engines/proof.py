@@ -37,7 +37,7 @@ with the same bytes (docs/proof.md): kernels add up products in different orders
 MEAN_SHARE = 0.1
 """Share of the tolerance that the mean difference may have: rounding evens out, a fault does not.
 
-With the same bytes the mean was a fourth of the largest difference or less. At 60 million parameters
+With the same bytes the mean was a fourth of the largest difference or less. At 60 million weights
 in float32 it was half of this limit (docs/proof.md): larger models need a wider tolerance.
 """
 _KEPT_STATUSES = 256
