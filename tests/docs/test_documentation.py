@@ -19,7 +19,13 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PACKAGES = ("schemas", "trinity_events", "workers")
 READMES = sorted(page for package in PACKAGES for page in (ROOT / package).rglob("README.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *READMES, *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *READMES,
+    *sorted(DOCS.rglob("*.md")),
+]
 WITH_SNIPPETS = [page for page in PAGES if "```python" in page.read_text()]
 
 _CODE = re.compile(r"^(```+).*?^\1\s*$|`[^`\n]*`", re.MULTILINE | re.DOTALL)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 CODE = ("schemas", "trinity_events", "workers", "benchmarks", "examples")
-PAGES = ("README.md", "CONTRIBUTING.md", "docs")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs")
 OPENERS = (
     *("What", "Whether", "Which", "Who", "Whom", "Whose", "Where"),
     *("How", "Of", "So", "That", "As"),

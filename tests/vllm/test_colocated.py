@@ -85,7 +85,7 @@ class DoubleLLM:
         worker = SimpleNamespace(
             weight_transfer_engine=self,
             vllm_config=None,
-            model_config=SimpleNamespace(dtype=torch.float32),
+            model_config=SimpleNamespace(dtype=torch.float32, is_moe=False),
             get_model=lambda: model,
         )
         executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
