@@ -14,10 +14,12 @@ Between two generations vLLM sleeps where its platform can: its weights and its 
 from __future__ import annotations
 
 import os
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -266,16 +268,43 @@ def _start(options: EngineOptions, tensor_parallel: int) -> tuple[Any, bool]:
     args = build_engine_args(options, own)
     args.pop("enable_log_requests")  # of the asynchronous engine alone
     try:
-        engine = LLM(
-            **args,
-            tensor_parallel_size=tensor_parallel,
-            distributed_executor_backend="external_launcher",
-            enable_sleep_mode=sleeps,
-        )
+        with _own_shared_memory(options):
+            engine = LLM(
+                **args,
+                tensor_parallel_size=tensor_parallel,
+                distributed_executor_backend="external_launcher",
+                enable_sleep_mode=sleeps,
+            )
     except (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise VLLMUnusable("start", reason) from error
     return engine, sleeps
+
+
+@contextmanager
+def _own_shared_memory(options: EngineOptions) -> Iterator[None]:
+    """Give the shared memory of the build for CPUs a name of this engine's own. Collective.
+
+    ``CPUWorker.init_device`` of vLLM 0.32 names it by what follows the last colon of the address at
+    which workers meet. That of this executor is ``env://`` for all, so that two runs of a host, or
+    one after another that was killed, would meet in one memory, or be refused (``errno: 17``).
+    """
+    if torch.device(options.device).type != "cpu":
+        yield
+        return
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    name = torch.tensor([secrets.randbits(62)])  # (1,) int64
+    dist.broadcast(name, 0)
+    get_arguments = ExecutorWithExternalLauncher._distributed_args
+
+    def get_named_arguments(executor: Any) -> tuple[str, int, int]:
+        method, rank, local_rank = get_arguments(executor)
+        return f"{method}:{name.item():x}", rank, local_rank
+
+    # The ranks have met already: nothing connects to the address.
+    with mock.patch.object(ExecutorWithExternalLauncher, "_distributed_args", get_named_arguments):
+        yield
 
 
 @contextmanager
