@@ -34,7 +34,7 @@ def vllm_folder(tmp_path_factory):
 class VLLMRun:
     """A run with a trainer of one rank, and one engine of vLLM that installs its versions."""
 
-    def __init__(self, engine, trainer, log, folder, lora, dtype):
+    def __init__(self, engine, trainer, log, folder, lora=None, dtype="float32"):
         self.engine, self.log, self.folder = engine, log, folder
         self._trainer, self._lora, self._dtype = trainer, lora, dtype
         self._step = -1

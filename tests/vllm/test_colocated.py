@@ -55,7 +55,14 @@ def divisible_folder(tmp_path_factory):
 
 @pytest.mark.ray
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "fsdp",
+        pytest.param("megatron", marks=pytest.mark.nightly),
+        pytest.param("megatron, resharded", marks=pytest.mark.nightly),
+    ],
+)
 async def test_ranks_train_on_what_their_vllm_generates_with_the_weights_of_each_step(
     cli, log, redis_url, tmp_path, divisible_folder, layout
 ):

@@ -36,12 +36,19 @@ def vllm_folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", ["vllm-fsdp-memory-fully_async", "vllm-megatron-checkpoint-trainer_driven"]
+    "name",
+    [
+        "vllm-fsdp-memory-fully_async",
+        pytest.param("vllm-megatron-checkpoint-trainer_driven", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_row_of_the_matrix_is_as_it_must_be(name, tmp_path, vllm_folder, redis_url):
     assert perform(ROWS[name], tmp_path / "run", vllm_folder, redis_url).faults == []
 
 
+@pytest.mark.nightly(
+    "vllm/test_engine.py::test_a_killed_core_ends_calls_within_seconds_and_leaves_no_process"
+)
 def test_killed_cores_end_or_restart_their_explorers_within_seconds(
     tmp_path, vllm_folder, redis_url
 ):
