@@ -191,11 +191,11 @@ class SteppedVersions:
     def pausing(self, ready, *, mode, in_flight=0):
         yield Pause()
 
-    def apply(self, module, ready, *, cast, install_context):
+    def apply(self, module, ready, *, cast, install_context, checks):
         with install_context():
-            self.load(module, ready, cast=cast)
+            self.load(module, ready, cast=cast, checks=checks)
 
-    def load(self, module, ready, *, cast):
+    def load(self, module, ready, *, cast, checks):
         named = [*self.tensors[ready.step % len(self.tensors)].items()]
         targets, half = dict(module.named_parameters()), len(named) // 2
         self._copy(targets, named[:half])
