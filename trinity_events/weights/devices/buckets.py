@@ -7,12 +7,15 @@ operation for each bucket and dtype. Operations are proportional to bytes, not t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
 from trinity_schemas import ALIGNMENT
 
+from ..copy_streams import CopyStream
 from ..tensors import is_row_major
 
 SMALL_BYTES = 1 << 20
@@ -85,33 +88,54 @@ class Bucket:
             # Aligned offsets make the view as a wider dtype valid.
             views.append(piece[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape))
 
-    def gather(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int] | None = None) -> None:
+    def gather(self, tensors: Sequence[torch.Tensor], first: int | None = None) -> None:
         """Copy the tensors into the memory, with zeros between them, after the device's work.
 
         Args:
-            tensors: Tensors of the layout that was divided.
-            numbers: Number of each tensor of the bucket, if ``tensors`` has others too.
+            tensors: List that was divided, or one in which the bucket's tensors follow one another.
+            first: Number of the bucket's first tensor in that list; by default :attr:`first`.
         """
+        begin = self.first if first is None else first
         with torch.no_grad():
             if sum(self.sizes) < self.end:
                 self.memory.zero_()  # another bucket may have used this memory
-            # One call for each dtype, because it takes lists of one dtype.
             for places, views in self._views.values():
-                # Private API: torch has no public one that copies many tensors by one kernel.
-                torch._foreach_copy_(views, self._choose(tensors, numbers, places))
+                torch._foreach_copy_(views, [tensors[begin + place] for place in places])
 
     def scatter(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the memory into the tensors, after the device's earlier work."""
         with torch.no_grad():
             for places, views in self._views.values():
-                torch._foreach_copy_(self._choose(tensors, None, places), views)
+                torch._foreach_copy_([tensors[self.first + place] for place in places], views)
 
-    def _choose(
-        self, tensors: Sequence[torch.Tensor], numbers: Sequence[int] | None, places: Sequence[int]
-    ) -> list[torch.Tensor]:
-        if numbers is None:
-            return [tensors[self.first + place] for place in places]
-        return [tensors[numbers[place]] for place in places]
+
+class GatheredCopies:
+    """Copies of buckets from their device, each gathered while the one before is copied.
+
+    A piece of memory is gathered into only after the copy of the bucket that had it before.
+
+    Args:
+        lane: Stream that runs the copies.
+    """
+
+    def __init__(self, lane: CopyStream) -> None:
+        self._lane = lane
+        self._marks: deque[Any] = deque()
+
+    def copy(
+        self,
+        target: torch.Tensor,
+        bucket: Bucket,
+        tensors: Sequence[torch.Tensor],
+        first: int | None = None,
+    ) -> None:
+        """Gather a bucket as :meth:`Bucket.gather` does, and begin its copy to ``target``."""
+        if len(self._marks) == _PIECES:
+            self._lane.wait(self._marks.popleft())
+        bucket.gather(tensors, first)
+        self._lane.begin()
+        self._lane.copy(target, bucket.memory)
+        self._marks.append(self._lane.mark())
 
 
 def divide(

@@ -40,25 +40,18 @@ class DeviceRuns:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._small = [number for number, tensor in enumerate(tensors) if is_gathered(tensor)]
+        small = [number for number, tensor in enumerate(tensors) if is_gathered(tensor)]
         # A large tensor ends a run: what is copied at once is consecutive in the part.
         starts = {
-            place
-            for place, number in enumerate(self._small)
-            if place and self._small[place - 1] != number - 1
+            place for place, number in enumerate(small) if place and small[place - 1] != number - 1
         }
-        buckets = divide([tensors[number] for number in self._small], bucket_bytes, starts)
-        alone = set(range(len(tensors))).difference(self._small)
+        buckets = divide([tensors[number] for number in small], bucket_bytes, starts)
+        alone = set(range(len(tensors))).difference(small)
         runs = [Run(number, None) for number in alone]
-        runs += [Run(self._small[bucket.first], bucket) for bucket in buckets]
+        runs += [Run(small[bucket.first], bucket) for bucket in buckets]
         self.runs = sorted(runs, key=lambda run: run.first)
         self._slot_bytes = max((bucket.end for bucket in buckets), default=0)
         self._slots: list[torch.Tensor] = []
-
-    def gather(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the tensors of a bucket into its memory, after the device's earlier work."""
-        end = bucket.first + len(bucket.sizes)
-        bucket.gather(tensors, self._small[bucket.first : end])
 
     def read(
         self, tensors: Sequence[torch.Tensor], lane: CopyStream
@@ -98,7 +91,7 @@ class DeviceRuns:
             )
         else:
             # Its memory on the device is free: the run before the last was waited for.
-            self.gather(run.bucket, tensors)
+            run.bucket.gather(tensors, run.first)
             source, offsets, memory = run.bucket.memory, run.bucket.offsets, slot
         # After the gathering, which runs on the device's own stream.
         lane.begin()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from ..copy_streams import CopyStream, get_copy_stream
 from ..errors import FreedTensor
 from ..tensors import copy_bytes, is_freed, is_plain
-from .buckets import BUCKET_BYTES, Bucket, divide, is_gathered
+from .buckets import BUCKET_BYTES, Bucket, GatheredCopies, divide, is_gathered
 
 _ALIGNED = 64  # bytes of a cache line: unaligned copies take a fifth longer (decision 14)
 
@@ -61,8 +60,9 @@ class StagingMemory:
         lanes: dict[torch.device, CopyStream] = {}
         for device, numbers in self._gathered.items():
             lanes[device] = self._lane or get_copy_stream(device)
-            small = [tensors[number] for number in numbers]
-            _gather(self._buckets[device], small, lanes[device])
+            small, copies = [tensors[number] for number in numbers], GatheredCopies(lanes[device])
+            for bucket, room in self._buckets[device]:
+                copies.copy(room, bucket, small)
         for number in self._apart:
             tensor, room = tensors[number], self._rooms[number]
             if self._lane is None and is_plain(tensor):
@@ -130,19 +130,3 @@ class StagingMemory:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         raw = self._memory[begin : begin + tensor.nbytes]
         return raw.view(tensor.dtype).view(tensor.shape)
-
-
-def _gather(
-    buckets: Sequence[tuple[Bucket, torch.Tensor]],
-    tensors: Sequence[torch.Tensor],
-    lane: CopyStream,
-) -> None:
-    """Gather each bucket on its device, and begin its copy to the host."""
-    marks: deque[Any] = deque()
-    for bucket, room in buckets:
-        if len(marks) == 2:
-            lane.wait(marks.popleft())  # it copies from the memory that is gathered into next
-        bucket.gather(tensors)
-        lane.begin()
-        lane.copy(room, bucket.memory)
-        marks.append(lane.mark())

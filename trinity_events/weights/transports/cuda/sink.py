@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from trinity_schemas import Chunk
 
+from ...devices.buckets import GatheredCopies
 from ...devices.device_to_host import DeviceRuns
 from ...devices.digests import digest_all
 from ...tensors import flat_bytes
@@ -82,23 +82,18 @@ class CudaSink:
             for tensor, offset in zip(tensors, offsets, strict=True):
                 self.write(tensor, offset)
             return
-        marks: deque[Any] = deque()
+        copies: GatheredCopies | None = None
         for run in runs.runs:
             if run.bucket is None:
                 self.write(tensors[run.first], offsets[run.first])
                 continue
             self._memory.near(tensors[run.first])
-            lane = self._memory.lane
-            if len(marks) == 2:
-                lane.wait(marks.popleft())  # it copies from the memory that is gathered into next
-            runs.gather(run.bucket, tensors)
+            copies = copies or GatheredCopies(self._memory.lane)
             at = self._place(offsets[run.first], run.bucket.end)
-            lane.begin()
             end = at + run.bucket.end
-            lane.copy(self._blocks[-1].tensor[at:end], run.bucket.memory)
+            copies.copy(self._blocks[-1].tensor[at:end], run.bucket, tensors, run.first)
             self._filled = end
-            marks.append(lane.mark())
-        if marks:
+        if copies is not None:
             self._memory.lane.hold_back(self._memory.lane.mark())
 
     def chunks(self, nbytes: int) -> list[Chunk]:
