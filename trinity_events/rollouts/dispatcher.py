@@ -632,10 +632,10 @@ class RolloutDispatcher:
             # knows.
             await self._publish_dispatched(versions, RolloutsDispatched(ordinals=ranges(ordinals)))
             self._undispatched = None
-            unanswered = self._state.open(ordinals, versions)
+            unanswered, dropped = self._state.open(ordinals, versions), set(overlong)
             for ordinal in overlong:
                 self._state.drop(OVERLONG, ordinal)
-            rest = [ordinal for ordinal in unanswered if ordinal not in overlong]
+            rest = [ordinal for ordinal in unanswered if ordinal not in dropped]
             self._unwritten += self._state.requests(rest)
             self._dispatched_count += len(ordinals) - len(overlong)
         if self._unwritten:

@@ -38,7 +38,7 @@ def test_what_goes_into_a_device_is_bit_for_bit_in_slots_of_any_size(lane, slot_
     into = HostToDevice(lane, slot_bytes)
     for target, tensor in zip(targets, sent, strict=True):
         given = tensor.clone()
-        into.copy(target, given)
+        into.copy(target, given.data_ptr())
         given.zero_()  # it is not needed any more
     into.finish()
     for target, tensor in zip(targets, sent, strict=True):
@@ -145,7 +145,7 @@ def test_staging_is_on_the_host_whatever_is_the_default():
         copies = staging.copy(sent)
         staging.settle()
         into, target = HostToDevice(lane), torch.zeros(100, device="cpu")
-        into.copy(target, sent[0])
+        into.copy(target, sent[0].data_ptr())
         into.finish()
     assert identical(copies[0], sent[0])
     assert copies[1].is_cpu

@@ -29,6 +29,20 @@ class Over(Exception):
     """There is nothing more to look at."""
 
 
+async def show_causes(view, all_facts):
+    """Show the causes of these facts, a look after the other."""
+    looks = iter(all_facts)
+
+    async def look():
+        facts = next(looks, None)
+        if facts is None:
+            raise Over
+        return facts
+
+    with pytest.raises(Over):
+        await view.show_causes(look)
+
+
 def test_a_step_that_skipped_its_update_is_a_line_and_one_that_took_it_is_none(capsys):
     history = History()
     history.add(StepTrained(step=1, metrics={"reward": 0.5, "skipped_updates": 0.0}))
@@ -95,16 +109,7 @@ async def test_a_cause_that_lasts_is_one_line_and_one_that_passes_is_none(capsys
     stopped = {"explorer-0": HostProcess(pid=7, condition="stopped")}
     view._monitor.state.explorers["explorer-0"] = ExplorerState(status="running")
     calm, hanging = LiveFacts(now=1), LiveFacts(now=1, processes=stopped)
-    looks = iter([hanging, calm, hanging, hanging, hanging])
-
-    async def look():
-        facts = next(looks, None)
-        if facts is None:
-            raise Over
-        return facts
-
-    with pytest.raises(Over):
-        await view.show_causes(look)
+    await show_causes(view, [hanging, calm, hanging, hanging, hanging])
     [line] = capsys.readouterr().err.splitlines()
     assert "first cause: explorer-0 (process 7 of this host) is stopped" in line
 
@@ -115,15 +120,6 @@ async def test_a_cause_that_lasts_is_shown_though_many_waits_of_a_moment_come_be
         view._fold(Entry(entry_id, encode(envelope)))
     capsys.readouterr()
     now = int(view._monitor.state.position.partition("-")[0])
-    looks = iter([LiveFacts(now=now)] * 2)
-
-    async def look():
-        facts = next(looks, None)
-        if facts is None:
-            raise Over
-        return facts
-
-    with pytest.raises(Over):
-        await view.show_causes(look)
+    await show_causes(view, [LiveFacts(now=now)] * 2)
     [line] = capsys.readouterr().err.splitlines()
     assert "explorer-99" in line

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..copy_streams import CopyStream, get_copy_stream
-from ..tensors import copy_all, copy_bytes, flat_bytes, is_row_major
+from ..tensors import FormCheck, copy_all, copy_bytes, flat_bytes, is_row_major
 from .buckets import BUCKET_BYTES, Bucket, divide, is_gathered
 
 SLOT_BYTES = BUCKET_BYTES
@@ -44,17 +44,14 @@ class HostToDevice:
         """Order the next copies after the work that was submitted to the device before."""
         self._lane.begin()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between row-major tensors of one dtype and equal size.
+    def copy(self, target: torch.Tensor, source: int) -> None:
+        """Copy the elements of a tensor from host memory.
 
         Args:
-            target: Tensor on the device.
-            source: Tensor on the CPU; it may change once this returns.
+            target: Row-major tensor on the device.
+            source: Address of its elements, row-major and of its dtype; they may change once this
+                returns.
         """
-        self.copy_from(target, source.data_ptr())
-
-    def copy_from(self, target: torch.Tensor, source: int) -> None:
-        """Copy as :meth:`copy` does, from an address."""
         into = flat_bytes(target)
         done, whole = 0, target.nbytes
         while done < whole:
@@ -124,7 +121,7 @@ class DeviceCopies:
     """
 
     def __init__(self, targets: Sequence[torch.Tensor]) -> None:
-        self._layout = _get_layout(targets)
+        self._form = FormCheck(targets)
         self._by_device: dict[torch.device, tuple[list[int], list[int]]] = {}
         """Numbers of the small targets of each device, and of the others."""
         for number, target in enumerate(targets):
@@ -138,14 +135,14 @@ class DeviceCopies:
     def fits(self, targets: Sequence[torch.Tensor]) -> bool:
         """Return True if the plan is also that of these targets."""
         # By layout, not identity: versions bring new tensors, or views, of the same form.
-        return _get_layout(targets) == self._layout
+        return self._form.fits(targets)
 
     def run(self, targets: Sequence[torch.Tensor], sources: Sequence[int]) -> None:
         """Copy from these addresses of the host. All copies are done on return."""
         for device, (small, large) in self._by_device.items():
             copier = _threads_own.get_copier(device)
             for number in large:
-                copier.copy_from(targets[number], sources[number])
+                copier.copy(targets[number], sources[number])
             copier.scatter(
                 self._buckets[device],
                 list(map(targets.__getitem__, small)),
@@ -156,20 +153,12 @@ class DeviceCopies:
         settle(self._by_device)
 
 
-def _get_layout(
-    targets: Sequence[torch.Tensor],
-) -> list[tuple[torch.dtype, torch.Size, torch.device, bool]]:
-    return [
-        (target.dtype, target.shape, target.device, target.is_inference()) for target in targets
-    ]
-
-
 class _ThreadsOwn(threading.local):
     """Copiers of this thread, and its last plan: two installations at a time would mix slots."""
 
     def __init__(self) -> None:
         self._copiers: dict[torch.device, HostToDevice] = {}
-        self._plan = DeviceCopies([])
+        self._plan: DeviceCopies | None = None
 
     def get_copier(self, device: torch.device) -> HostToDevice:
         """Return the copier of a device, after the work that was submitted to the device."""
@@ -180,8 +169,8 @@ class _ThreadsOwn(threading.local):
 
     def get_plan(self, targets: Sequence[torch.Tensor]) -> DeviceCopies:
         """Return the plan of these targets, which is the last one if their layout is its own."""
-        if not self._plan.fits(targets):
-            self._plan = DeviceCopies([])  # its memory first: there are never two
+        if self._plan is None or not self._plan.fits(targets):
+            self._plan = None  # its memory first: there are never two
             self._plan = DeviceCopies(targets)
         return self._plan
 
