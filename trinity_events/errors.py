@@ -11,6 +11,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from trinity_schemas import ProofCheck
 from trinity_schemas.errors import StructuredError as StructuredError  # noqa: PLC0414
 
 
@@ -1025,6 +1026,12 @@ class NotAsPublished(CorruptVersion):
     }
 
     @property
+    def check(self) -> ProofCheck:
+        """Return the check that found the fault."""
+        checks: dict[str, ProofCheck] = {"not served": "served", "probes": "probes"}
+        return checks.get(self.fault, "names")
+
+    @property
     def _named(self) -> str:
         return _format_tensors(self.tensors, len(self.tensors))
 
@@ -1061,6 +1068,11 @@ class ProofTooWeak(TrinityError):
         "explorer.min_proof is {minimum}, since the version has no probes: set sync.probes of its "
         "trainer, give probes to Synchronizer.publish(), or set explorer.proof names",
     }
+
+    @property
+    def check(self) -> ProofCheck:
+        """Return the check that proves too little."""
+        return "served" if self.fault == "tensors" else "probes"
 
     @property
     def _named(self) -> str:

@@ -137,7 +137,7 @@ from .manifest import (
     WeightManifest,
     version_digest,
 )
-from .proof import MAX_UNPROVEN, Probes, ProofStatus, WeightsProof, make_probes
+from .proof import MAX_UNPROVEN, Probes, ProofCheck, ProofStatus, WeightsProof, make_probes
 from .reader import EnvelopeReader
 from .rollouts import (
     Experience,
@@ -211,6 +211,7 @@ __all__ = [
     "Process",
     "Producer",
     "ProfileWritten",
+    "ProofCheck",
     "ProofStatus",
     "PublicationStarted",
     "PublishedPart",

@@ -36,7 +36,7 @@ from .identity import (
     TrainerStatus,
     Transport,
 )
-from .proof import WeightsProof
+from .proof import ProofCheck, WeightsProof
 from .rollouts import (
     Attempts,
     DropReason,
@@ -368,6 +368,10 @@ class VersionRefused(_Event, frozen=True):
     rank: Annotated[Rank | None, Meta(description="Rank whose part is at fault, if known.")] = None
     chunk: Annotated[
         Count | None, Meta(description="Index of the chunk at fault, from 0, if known.")
+    ] = None
+    check: Annotated[
+        ProofCheck | None,
+        Meta(description="Check that its engine failed; none if the bytes were damaged before."),
     ] = None
 
 

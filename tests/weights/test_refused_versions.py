@@ -13,8 +13,9 @@ from trinity_events.analysis.summary import Summarizer
 from trinity_events.core.limits import KEPT_REFUSALS
 from trinity_events.core.refusals import suspects
 from trinity_events.core.state import Refusal
-from trinity_events.errors import CorruptVersion
+from trinity_events.errors import CorruptVersion, NotAsPublished, ProofTooWeak
 from trinity_events.log import Stream
+from trinity_events.replay import current_state
 from trinity_events.weights import Synchronizer
 from trinity_schemas import (
     StepRef,
@@ -34,10 +35,9 @@ def refused(step=1, chunk=2, rank=0, epoch=1):
     )
 
 
-def refusal(step, node="a", by="explorer-0", chunk=2):
-    return Refusal(
-        at=1, by=by, node=node, version=StepRef(1, step), rank=0, chunk=chunk, reason="it differs"
-    )
+def refusal(step, node="a", by="explorer-0", chunk=2, **others):
+    where = {"version": StepRef(1, step), "rank": 0, "chunk": chunk, **others}
+    return Refusal(at=1, by=by, node=node, reason="it differs", **where)
 
 
 def pull(explorer, _, event):
@@ -166,6 +166,33 @@ def test_explorers_of_one_host_that_refuse_several_versions_point_to_its_memory(
     assert suspicion.startswith(
         "explorer-0, explorer-1 on a refused 2 versions: this points to failing"
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "check"),
+    [
+        (NotAsPublished(step=2, engine="vLLM", fault="probes"), "probes"),
+        (NotAsPublished(step=2, engine="vLLM", fault="not served", tensors=("a",)), "served"),
+        (NotAsPublished(step=2, engine="vLLM", fault="load"), "names"),
+        (
+            ProofTooWeak(step=2, engine="vLLM", status="partly", minimum="proven", fault="tensors"),
+            "served",
+        ),
+    ],
+)
+async def test_a_check_that_an_engine_fails_points_to_no_memory(
+    trainer, explorer, log, error, check
+):
+    for step in (1, 2):
+        publish(trainer, FULL, step)
+        explorer.report_refusal(await ready(log, step), error)
+    explorer.flush()
+    await reports_accepted(log)
+    state = await current_state(log)
+    assert [each.check for each in state.refusals] == [check, check]
+    assert suspects(state.refusals) == []
+    damaged = [refusal(step, rank=None, chunk=None) for step in (1, 2)]
+    assert len(suspects(damaged)) == 1, "damaged files have no chunks"
 
 
 def test_one_chunk_that_several_hosts_refuse_points_to_its_publisher():

@@ -20,6 +20,7 @@ def make_refusal(event: VersionRefused, producer: Producer, at: int) -> Refusal:
         version=event.version,
         rank=event.rank,
         chunk=event.chunk,
+        check=event.check,
         reason=event.reason[:LONGEST_REFUSAL],
     )
 
@@ -37,7 +38,8 @@ def suspects(refusals: Sequence[Refusal]) -> list[str]:
     """Return a sentence for each host that repeated refusals point to.
 
     If several hosts refuse one chunk, the fault is at the publisher or in the store. If the
-    explorers of one host refuse several versions, the fault is in that host's memory or network.
+    explorers of one host find several versions damaged, the fault is in that host's memory or
+    network. A check that an engine fails says nothing of either: probes differ by kernels too.
     """
     sentences: list[str] = []
     at_source = _refused_by_several_hosts(refusals)
@@ -47,7 +49,11 @@ def suspects(refusals: Sequence[Refusal]) -> list[str]:
             f"points to failing memory where rank {rank} runs, or of the chunks' server."
         )
     # A fault at the source says nothing of the hosts that refused the chunk.
-    others = [refusal for refusal in refusals if _place(refusal) not in at_source]
+    others = [
+        refusal
+        for refusal in refusals
+        if refusal.check is None and _place(refusal) not in at_source
+    ]
     for node in dict.fromkeys(refusal.node for refusal in others):
         here = [refusal for refusal in others if refusal.node == node]
         versions = len({refusal.version for refusal in here})

@@ -13,6 +13,7 @@ from trinity_schemas import (
     Kind,
     PauseMode,
     Producer,
+    ProofCheck,
     ProofStatus,
     PublishedPart,
     Registration,
@@ -254,6 +255,8 @@ class Refusal(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Rank whose part is at fault, if it is known."""
     chunk: int | None = None
     """Index of the chunk at fault in the part, if it is known."""
+    check: ProofCheck | None = None
+    """Check that the consumer's engine failed; None if the bytes were damaged before."""
     reason: str
 
 

@@ -25,7 +25,7 @@ from trinity_schemas import (
 )
 
 from ..core.limits import LONGEST_REASON
-from ..errors import CorruptVersion, ProofTooWeak
+from ..errors import CorruptVersion, NotAsPublished, ProofTooWeak
 from ..log.retry import retry_for
 from ..system.error_text import format_message
 from .applying.deltas import InstalledBases
@@ -308,6 +308,7 @@ class VersionReader:
             version=StepRef(ready.epoch, ready.step),
             rank=error.rank if isinstance(error, CorruptVersion) else None,
             chunk=error.chunk if isinstance(error, CorruptVersion) else None,
+            check=error.check if isinstance(error, NotAsPublished | ProofTooWeak) else None,
             reason=format_message(error)[:LONGEST_REASON],
         )
         try:

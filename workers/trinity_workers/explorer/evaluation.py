@@ -111,16 +111,22 @@ class EvaluationAnswers:
             if not claims:
                 continue
             async with self._requests.renewing(claims) as held_claims:
-                # By versions: each is installed once for all of its claims, the oldest first.
-                for version in sorted({claim.request.oldest for claim in held_claims}):
+                # By versions, the oldest first: each is installed once for all of its claims.
+                for version, fingerprint in sorted(set(map(_batch_key, held_claims))):
                     await self._answer(
-                        version, [claim for claim in held_claims if _requires(claim, version)]
+                        version,
+                        fingerprint,
+                        [
+                            claim
+                            for claim in held_claims
+                            if _batch_key(claim) == (version, fingerprint)
+                        ],
                     )
             self.answered += len(claims)
 
-    async def _answer(self, version: StepRef, claims: Sequence[Claim]) -> None:
+    async def _answer(self, version: StepRef, fingerprint: str, claims: Sequence[Claim]) -> None:
         try:
-            answers = await self._play(version, claims)
+            answers = await self._play(version, fingerprint, claims)
         # The explorer ends: its claims lapse, and other explorers take them.
         except EngineEnded:
             raise
@@ -129,9 +135,8 @@ class EvaluationAnswers:
         await send_answers(self._requests, claims, answers)
 
     async def _play(
-        self, version: StepRef, claims: Sequence[Claim]
+        self, version: StepRef, fingerprint: str, claims: Sequence[Claim]
     ) -> Sequence[list[Experience] | TrinityError]:
-        fingerprint = claims[0].request.fingerprint
         player = self._players.get(fingerprint)
         if player is None:
             raise QuestionSetMissing(fingerprint)
@@ -146,5 +151,6 @@ class EvaluationAnswers:
         return await played.judged()
 
 
-def _requires(claim: Claim, version: StepRef) -> bool:
-    return claim.request.oldest == version
+def _batch_key(claim: Claim) -> tuple[StepRef, str]:
+    """Return the version and the set of a claim: those of one batch have both in common."""
+    return claim.request.oldest, claim.request.fingerprint
