@@ -17,8 +17,8 @@ from trinity_events.log import RedisEventLog, open_run
 from trinity_events.server import connect
 from trinity_schemas import ExplorerStatusChanged, StepRef, WeightsApplied
 from trinity_workers.rollout_engines import EngineOptions, NotServing, load_engine
-from trinity_workers.rollout_engines.vllm.server import VLLMServerUnusable
 from trinity_workers.rollout_engines.vllm.server_client import VLLMServerAway
+from trinity_workers.rollout_engines.vllm.server_options import VLLMServerUnusable
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.processes, pytest.mark.heavy]
 

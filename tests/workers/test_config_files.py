@@ -302,6 +302,38 @@ CONTRADICTIONS: list[tuple[str, dict[str, object]]] = [
         {"trainer.profile_ranks": (2,), "trainer.ranks": None},
     ),
     ("trainer: {profile_ranks: [1]}", {"trainer.profile_ranks": (1,), "trainer.profile_steps": ()}),
+    *(
+        (
+            f"explorer: {{engine: vllm-server, count: 2, engine_options: {text}}}",
+            {
+                "explorer.engine_options": value,
+                "explorer.engine": "vllm-server",
+                "explorer.count": 2,
+            },
+        )
+        for text, value in (
+            ("{}", {}),
+            ("{url: 'http://10.0.0.1:80'}", {"url": "http://10.0.0.1:80"}),
+            ("{url: ['http://[::1]:80']}", {"url": ["http://[::1]:80"]}),
+        )
+    ),
+    *(
+        (
+            f"{{explorer: {{min_proof: proven{checks}}}, sync: {{method: {method}}}}}",
+            {
+                "explorer.min_proof": "proven",
+                "explorer.proof": proof,
+                "explorer.proof_layers": layers,
+                "sync.method": method,
+            },
+        )
+        for checks, method, proof, layers in (
+            (", proof: names", "memory", "names", None),
+            (", proof: probes", "memory", "probes", None),
+            (", proof_layers: 2", "memory", None, 2),
+            ("", "checkpoint", None, None),
+        )
+    ),
     ("sync: {offset: 1}", {"sync.offset": 1, "sync.style": "trainer_driven"}),
     (
         "sync: {interval: 4, max_staleness: 2}",

@@ -237,7 +237,7 @@ def _run_job(
     chosen = read()
     folder = writable_root(_resolve_root(place.root, chosen))
     _require(*_BASE_MODULES)
-    _require_for_engine(chosen)
+    _require_for_engine(chosen, alone=run.alone)
     chosen = _with_rank_count(chosen, run.ray_address)
     _reach(place.redis_url, place.weights_redis_url)
     log_to_stderr(verbose=False)
@@ -269,14 +269,15 @@ def _run_job(
         raise WeightsRefused(run.run_id, printer.refusals)
 
 
-def _require_for_engine(config: TrainConfig) -> None:
+def _require_for_engine(config: TrainConfig, *, alone: bool) -> None:
     modules = _MODULES[config.trainer.engine]
     if config.trainer.needs_gpus and not os.environ.get("RAY_ADDRESS"):
         # First: where there is no GPU, nothing that is installed would help.
         from .worker_group.placement import Needs, local_gpus
 
         _require("ray")
-        Needs.for_run(config, explorers=0).with_gpus([local_gpus()])
+        explorers = config.explorers if alone else 0
+        Needs.for_run(config, explorers=explorers).with_gpus([local_gpus()])
         modules += ("transformer_engine",)
     if "verl" in modules:
         _require(*modules, way=_VERL_WAYS[config.trainer.engine])
@@ -420,7 +421,7 @@ def _find_mistakes(
     root = attempt(lambda: writable_root(_resolve_root(place.root, config)))
     attempt(_reach, place.redis_url, None)
     attempt(_reach, None, place.weights_redis_url)
-    attempt(_require_for_engine, config)
+    attempt(partial(_require_for_engine, config, alone=alone))
     attempt(_require, *_BASE_MODULES)
     if _find_absent(*_BASE_MODULES):
         return mistakes  # the other checks import them
@@ -429,7 +430,8 @@ def _find_mistakes(
     check = partial(
         find_mistakes, config, root, alone=alone, ray_address=ray_address, thorough=True
     )
-    return mistakes + anyio.run(check)
+    # By its text: the engine's GPUs are among those that all processes are checked for.
+    return list({str(mistake): mistake for mistake in mistakes + anyio.run(check)}.values())
 
 
 @_with_options(settings=True)

@@ -76,6 +76,24 @@ def test_train_reports_the_same_before_it_opens_the_run(cli, planted, redis_url,
     assert not (planted.parent / run_id).exists()
 
 
+def test_the_built_in_policy_has_prompts_that_fit(cli, tmp_path):
+    file = tmp_path / "short.yaml"
+    file.write_text("rollouts: {max_prompt_tokens: 2}")
+    result = cli("train", str(file), "--check")
+    assert result.returncode == 1
+    [line] = result.stderr.splitlines()
+    assert "rollouts.max_prompt_tokens: 2" in line
+
+
+def test_missing_gpus_are_reported_once(cli, tmp_path, policy_folder):
+    file = tmp_path / "gpus.yaml"
+    model = f"model: {{dtype: bfloat16, path: {policy_folder}}}"
+    file.write_text(f"trainer: {{engine: verl-megatron, ranks: 99}}\n{model}")
+    result = cli("train", str(file), "--check")
+    assert result.returncode == 1
+    assert sum("GPU" in line for line in result.stderr.splitlines()) == 1, result.stderr
+
+
 @pytest.fixture
 def whole(tmp_path, policy_folder):
     """Make the configuration of a run in which nothing is wrong but what a test adds."""

@@ -10,22 +10,23 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.support.errors import raises
-from trinity_workers.rollout_engines import EngineOptions
 from trinity_workers.rollout_engines.base import EngineOptionsRefused
 from trinity_workers.rollout_engines.vllm.reports import ServerDescription
 from trinity_workers.rollout_engines.vllm.server import (
-    ServerOptions,
     VLLMServerMissing,
-    VLLMServerUnusable,
     check_server,
-    get_url,
-    read_server_options,
     wait_for_server,
 )
 from trinity_workers.rollout_engines.vllm.server_client import (
     ServerClient,
     VLLMServerAway,
     VLLMServerRefused,
+)
+from trinity_workers.rollout_engines.vllm.server_options import (
+    ServerOptions,
+    VLLMServerUnusable,
+    get_url,
+    read_server_options,
 )
 
 DESCRIPTION = ServerDescription(
@@ -230,7 +231,7 @@ def test_a_server_with_other_settings_is_refused(setting, field, value):
 
 def url_of(url, **options):
     own = ServerOptions(url=url, **options)
-    return get_url(own, EngineOptions(model_folder=None))
+    return get_url(own, rank=0)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +262,7 @@ def test_a_url_on_loopback_is_accepted_and_another_if_it_is_allowed():
 @pytest.mark.parametrize("options", [{}, {"url": "http://localhost:1", "timeout": 3}])
 def test_options_that_it_lacks_are_refused(options):
     with raises(EngineOptionsRefused, engine="vllm-server"):
-        read_server_options(EngineOptions(model_folder=None, options=options))
+        read_server_options(options)
 
 
 def test_a_key_that_is_not_set_is_refused(monkeypatch):

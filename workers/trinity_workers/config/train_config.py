@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -9,7 +10,7 @@ import msgspec
 from msgspec import Meta, structs
 
 from trinity_events.checkpoints.layout import final_name
-from trinity_schemas import ProofStatus, RunTransport, Sampling
+from trinity_schemas import RunTransport, Sampling
 
 from ..algorithms.settings import AlgorithmConfig
 from ..evaluation.settings import EvaluationConfig
@@ -116,17 +117,10 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         # Files have digests as wholes alone.
         comparable = not self.explorers_pull or self.sync.method != "checkpoint"
         checks = explorer.proof or ("served" if comparable else "names")
-        best: ProofStatus = "unproven"
-        if checks in ("served", "all"):
-            best = "proven" if explorer.proof_layers is None else "partly"
-        elif checks == "probes":
-            best = "partly"
-        return ProofOptions(
-            checks=checks,
-            min_status=explorer.min_proof or best,
-            layers=explorer.proof_layers,
-            tolerance=explorer.probe_tolerance,
+        options = ProofOptions(
+            checks=checks, layers=explorer.proof_layers, tolerance=explorer.probe_tolerance
         )
+        return replace(options, min_status=explorer.min_proof or options.best_status)
 
     @property
     def probes(self) -> int:

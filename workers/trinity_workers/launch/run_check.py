@@ -142,7 +142,7 @@ def _checks(
         yield here(_check_reward_model, config.reward_folder)
     if config.model.lora.rank:
         yield here(_check_adapters, config.model)
-    yield here(_check_task, config, folder if thorough else None)
+    yield here(partial(_check_task, config, folder, thorough=thorough))
     for name, settings in config.evaluation.sets.items():
         if settings.questions is not None:
             yield here(read_own_questions, config, name, settings.questions)
@@ -206,22 +206,23 @@ def _check_adapters(model: ModelConfig) -> None:
     check_adapters(model.lora, None if model.path is None else Path(model.path))
 
 
-def _check_task(config: TrainConfig, folder: Path | None) -> None:
+def _check_task(config: TrainConfig, folder: Path | None, *, thorough: bool) -> None:
     """Read the questions, but those that only a built-in task draws.
 
-    Sets of held-out questions that have a source of their own are checked by themselves. With the
-    folder of the policy, the lengths of prompts are compared with their limit.
+    Sets of held-out questions that have a source of their own are checked by themselves. A thorough
+    check compares the lengths of prompts with their limit.
     """
     sets = config.evaluation.sets.values()
-    sources = [settings.questions for settings in sets]
-    if is_built_in(config.task.name) and not config.task.has_questions and not any(sources):
+    filters = thorough and config.rollouts.max_prompt_tokens is not None
+    has_sources = config.task.has_questions or any(settings.questions for settings in sets)
+    if is_built_in(config.task.name) and not has_sources and not filters:
         return
     task = task_of(config)
     task.question(0)
     for settings in sets:
         if settings.questions is None:
             task.held_out(settings.count)
-    if folder is not None and config.rollouts.max_prompt_tokens is not None:
+    if filters:
         from ..rollouts.prompt_filter import load_filter
 
         load_filter(config, folder, task, held_out_sets(config, task))

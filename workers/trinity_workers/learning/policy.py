@@ -80,7 +80,7 @@ def create_policy(folder: Path, seed: int) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _character_tokenizer()
+    tokenizer = make_built_in_tokenizer()
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -300,7 +300,8 @@ def _require_readable(folder: Path) -> None:
         raise FilesUnreadable(os.geteuid(), Path(error.filename), folder) from error
 
 
-def _character_tokenizer() -> PreTrainedTokenizerFast:
+def make_built_in_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the tokenizer of the built-in policy."""
     from transformers import PreTrainedTokenizerFast
 
     tokens = [PAD, END, UNKNOWN, *_CHARACTERS]

@@ -66,6 +66,13 @@ class ProofOptions:
         """Return True if probes are computed."""
         return self.checks in ("probes", "all")
 
+    @property
+    def best_status(self) -> ProofStatus:
+        """Return the strongest status that the checks can give."""
+        if self.compares_tensors:
+            return "proven" if self.layers is None else "partly"
+        return "partly" if self.runs_probes else "unproven"
+
     def select(self, names: Collection[str], turn: int) -> Collection[str]:
         """Return the names of the tensors that are compared in a turn, of a version's."""
         if not self.compares_tensors:

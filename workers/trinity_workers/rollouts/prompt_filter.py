@@ -17,7 +17,7 @@ import anyio.to_thread
 from trinity_events.errors import TrinityError
 
 from ..config.errors import BadSettings
-from ..learning.policy import encode_prompt, load_tokenizer
+from ..learning.policy import encode_prompt, load_tokenizer, make_built_in_tokenizer
 from ..tasks import Question, Task
 from .held_out_sets import HeldOutSet
 
@@ -59,13 +59,13 @@ class PromptsOverlong(BadSettings):
 
 
 def load_filter(
-    config: TrainConfig, folder: Path, task: Task, sets: Iterable[HeldOutSet]
+    config: TrainConfig, folder: Path | None, task: Task, sets: Iterable[HeldOutSet]
 ) -> PromptFilter:
     """Load the tokenizer, and return the filter of a run's prompts once it is checked.
 
     Args:
         config: The run, which has ``rollouts.max_prompt_tokens``.
-        folder: Folder of its policy.
+        folder: Folder of its policy; None for the built-in one.
         task: Its task.
         sets: Its sets of held-out questions, none of which may have an overlong prompt.
 
@@ -73,7 +73,8 @@ def load_filter(
         BadPolicy: The tokenizer cannot be loaded.
         PromptsOverlong: No prompt fits, or one of the held-out questions does not.
     """
-    prompts = PromptFilter(config, task, load_tokenizer(folder))
+    tokenizer = make_built_in_tokenizer() if folder is None else load_tokenizer(folder)
+    prompts = PromptFilter(config, task, tokenizer)
     prompts.check(sets)
     return prompts
 
@@ -105,10 +106,13 @@ class PromptFilter:
         Raises:
             PromptsOverlong: if not.
         """
+        # The trainer warns of the first prompt that it drops; an error says more than that.
+        self._has_warned = True
         ordinal = 0
         # It ends: after a whole pass of overlong prompts find_overlong() raises.
         while self.find_overlong([ordinal]):
             ordinal += 1
+        self._has_warned = False
         for held_out in sets:
             counts = [self._count_tokens(question) for question in held_out.questions]
             if overlong := [tokens for tokens in counts if tokens > self.limit]:

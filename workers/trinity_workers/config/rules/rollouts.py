@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from trinity_events.rollouts import find_answer_bytes
 
+from ...rollout_engines.base import RolloutEngineError
+from ...rollout_engines.proof import STATUSES, ProofOptions
+from ...rollout_engines.vllm.server_options import NAME as VLLM_SERVER
+from ...rollout_engines.vllm.server_options import get_url, read_server_options
 from ...rules import (
     Computed,
     Contradictions,
@@ -111,6 +115,33 @@ def _find_unusable_gpus(values: Values) -> Contradictions:
         )
 
 
+def _find_unusable_servers(values: Values) -> Contradictions:
+    path = "explorer.engine_options"
+    if values["explorer.engine"] != VLLM_SERVER or values["trainer.colocated"]:
+        return
+    try:
+        options = read_server_options(values[path])
+        for rank in range(values["explorer.count"]):
+            get_url(options, rank)
+    except RolloutEngineError as error:
+        yield (path, "explorer.engine", "explorer.count"), str(error)
+
+
+def _find_unreachable_proof(values: Values) -> Contradictions:
+    path, minimum = "explorer.min_proof", values["explorer.min_proof"]
+    proof: ProofOptions = values["proof"]
+    best = proof.best_status
+    if minimum is None or values["trainer.colocated"]:
+        return
+    if STATUSES.index(minimum) > STATUSES.index(best):
+        layers = "" if proof.layers is None else " with {=explorer.proof_layers}"
+        yield (
+            (path, "explorer.proof", "explorer.proof_layers", "sync.method"),
+            f"{{{path}}} is {minimum}, and {{explorer.proof}} {proof.checks}{layers} proves no "
+            f"version more than {best}: set {{{path}}} {best}, or other checks",
+        )
+
+
 def _find_reserved_template_names(values: Values) -> Contradictions:
     path = "rollouts.chat_template_kwargs"
     reserved = sorted(_TEMPLATE_NAMES & values[path].keys())
@@ -173,6 +204,8 @@ RULES: tuple[Rule, ...] = (
         ~is_any("sync.transport", "ray"),
         "with {=explorer.engine} its workers pull the weights, and are no processes of Ray",
     ),
+    Computed(_find_unusable_servers),
+    Computed(_find_unreachable_proof),
     Computed(_find_unusable_gpus),
     Computed(_find_small_window),
     Computed(_find_small_bytes),

@@ -13,99 +13,41 @@ invariants hold. In addition:
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import anyio
 import anyio.to_thread
 import msgspec
-from msgspec import Meta, Struct
 
 from trinity_events.diagnostics.waits import NO_REPORTS
 from trinity_events.log.retry import backoff_delays
 from trinity_schemas import ExplorerStatus, ExplorerStatusChanged, Sampling, StepReady, StepRef
 
 from ...learning.policy import load_tokenizer
-from ..base import EngineEnded, EngineOptions, EngineOptionsRefused, RolloutEngineError
+from ..base import EngineEnded, EngineOptions
 from ..loading import samples_with, updates_amid_turns
 from .engine import EngineLimits, VLLMEngine
 from .options import VLLMUnusable, get_sampling_arguments, read_end_tokens
 from .reports import FetchOutcome, ServerDescription
 from .server_client import ServerClient, VLLMServerAway
+from .server_options import ServerOptions, VLLMServerUnusable, get_url, read_server_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
-_NAME = "vllm-server"
 _ATTEMPTS = 3
 """Connections that one installation begins: a server that each one ends is of no use."""
 _NO_METHOD = "Call to collective_rpc method failed"
 """Begin of vLLM's error for a method that its workers do not have, or that raises in one."""
 _LONGEST_PAUSE = 2.0
 """Maximum seconds between two attempts to reach a server."""
-
-Seconds = Annotated[float, Meta(gt=0, le=86_400)]
-
-
-class ServerOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of the engine `vllm-server`."""
-
-    url: str | list[str]
-    """URL of the server; a list has one for each explorer, by rank."""
-    api_key_variable: str | None = None
-    """Environment variable with the server's API key."""
-    request_timeout: Seconds = 600.0
-    """Seconds for each request, that of a whole turn or of the load of a version."""
-    startup_timeout: Seconds = 600.0
-    """Seconds for which a server that is away is waited for."""
-    allow_remote: bool = False
-    """Accept a URL beyond loopback. The routes that change weights have no key."""
-
-
-class VLLMServerUnusable(RolloutEngineError):
-    """A vLLM server cannot be driven.
-
-    Attributes:
-        url: URL of the server.
-        fault: ``url`` if it is none of HTTP, ``remote`` beyond loopback, ``rank`` if the explorer
-            has none, ``key`` without the variable, ``plugin`` if its workers do not have ours,
-            ``setting`` if it was started with another value, ``driven`` by another explorer,
-            ``probes`` if it is asked for any.
-        setting: Setting of the server, or variable.
-        value: Value of the setting.
-        needed: Value that the run needs.
-    """
-
-    url: str
-    fault: Literal["url", "remote", "rank", "key", "plugin", "setting", "driven", "probes"]
-    setting: str = ""
-    value: str = ""
-    needed: str = ""
-    texts: ClassVar = {
-        "url": "explorer.engine_options.url is {url}, which is no URL of HTTP, such as "
-        "http://127.0.0.1:8000",
-        "remote": "explorer.engine_options.url is {url}, which is not on loopback: the routes that "
-        "change a server's weights have no key. Let an explorer run on the server's host, or set "
-        "allow_remote where nothing else reaches it",
-        "rank": "explorer.engine_options.url has no server for explorer-{value}: list one for each",
-        "key": "explorer.engine_options.api_key_variable is {setting}, which is not set here",
-        "plugin": "the vLLM server at {url} has no worker of trinity-events ({value}): start it as "
-        "docs/vllm.md describes",
-        "setting": "the vLLM server at {url} has {setting} {value}, and the run needs {needed}: "
-        "start it as docs/vllm.md describes",
-        "driven": "the vLLM server at {url} is driven by another explorer: give each its own "
-        "(explorer.engine_options.url)",
-        "probes": "the vLLM server at {url} is asked for no probes: its workers are looked into "
-        "(explorer.proof served)",
-    }
 
 
 class VLLMServerMissing(EngineEnded):
@@ -163,10 +105,11 @@ class VLLMServerEngine(VLLMEngine):
         Raises:
             RolloutEngineError: for options that it does not have, and a server that does not fit.
         """
-        own = read_server_options(options)
+        own = read_server_options(options.options)
         if options.deterministic:
             raise VLLMUnusable("deterministic")
-        url, api_key = get_url(own, options), _get_api_key(own)
+        rank = 0 if options.synchronizer is None else options.synchronizer.settings.rank
+        url, api_key = get_url(own, rank), _get_api_key(own)
         waits = NO_REPORTS if options.synchronizer is None else options.synchronizer.waits
         waiting = waits.waiting(f"the vLLM server at {url}", deadline=own.startup_timeout)
         # In a thread: an event loop that runs cannot be waited for, and clients belong to theirs.
@@ -281,49 +224,6 @@ class VLLMServerEngine(VLLMEngine):
         if self._client.is_connected:
             await self._client.collective_rpc("trinity_abandon")
             await self._client.pause_generation(mode="abort", clear_cache=True)
-
-
-def read_server_options(options: EngineOptions) -> ServerOptions:
-    """Return the engine's own options. Raises EngineOptionsRefused for others."""
-    try:
-        return msgspec.convert(options.options, ServerOptions)
-    except msgspec.ValidationError as error:
-        fields = ServerOptions.__struct_fields__
-        raise EngineOptionsRefused(_NAME, str(error), fields) from None
-
-
-def get_url(own: ServerOptions, options: EngineOptions) -> str:
-    """Return the URL of this explorer's server.
-
-    Raises:
-        VLLMServerUnusable: It is none of HTTP, or leads beyond loopback, or the explorer has none.
-    """
-    url: str
-    if isinstance(own.url, str):
-        url = own.url
-    else:
-        rank = 0 if options.synchronizer is None else options.synchronizer.settings.rank
-        if rank >= len(own.url):
-            raise VLLMServerUnusable("", "rank", value=str(rank))
-        url = own.url[rank]
-    try:
-        parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
-    except ValueError:
-        raise VLLMServerUnusable(url, "url") from None
-    if parts.scheme not in {"http", "https"} or not host:
-        raise VLLMServerUnusable(url, "url")
-    if not own.allow_remote and not is_loopback(host):
-        raise VLLMServerUnusable(url, "remote")
-    return url.rstrip("/")
-
-
-def is_loopback(host: str) -> bool:
-    """Return True if a name or an address is this host's own, without asking a name server."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _get_api_key(own: ServerOptions) -> str | None:
