@@ -821,6 +821,7 @@ class SharedMemoryUnusable(TrinityError):
         size: Bytes of one version.
         segments: Segments of this publisher.
         hosts: Hosts of the run.
+        transport: Transport that needs memory of one host.
     """
 
     fault: Literal["absent", "chosen", "foreign", "full", "in use", "hosts", "verl hosts"]
@@ -828,6 +829,7 @@ class SharedMemoryUnusable(TrinityError):
     size: int = 0
     segments: int = 0
     hosts: tuple[str, ...] = ()
+    transport: str = "shm"
     texts: ClassVar = {
         "absent": "this host has no writable {folder}: publish with --weights redis",
         "chosen": "this host has no writable {folder}: leave sync.transport (--weights) out",
@@ -836,8 +838,8 @@ class SharedMemoryUnusable(TrinityError):
         "below {folder}; enlarge it (docker run --shm-size), or publish with --weights redis",
         "in use": "all {segments} segments of this publisher are being read: explorers of the run "
         "are stuck; see trinity-events status",
-        "hosts": "sync.transport is shm, and the Ray cluster has placed the run on the hosts "
-        "{_hosts}, which share no memory: choose ray or redis, or another sync.method",
+        "hosts": "sync.transport is {transport}, and the Ray cluster has placed the run on the "
+        "hosts {_hosts}, which share no memory: choose ray or redis, or another sync.method",
         "verl hosts": "veRL's trainer and rollouts are on several hosts, or in several containers, "
         "which share no memory: leave the transport out, or ask for ray or redis",
     }
@@ -857,12 +859,12 @@ class GpuUnusable(TrinityError):
         reason: Error of CUDA.
     """
 
-    fault: Literal["absent", "allocator", "full", "no room to copy", "export", "runtime"]
+    fault: Literal["absent", "allocator", "full", "no room to copy", "export", "runtime", "outside"]
     size: int = 0
     version: str = ""
     reason: str = ""
     texts: ClassVar = {
-        "absent": "the cuda transport needs a GPU, and this process sees none: publish with "
+        "absent": "the cuda-ipc transport needs a GPU, and this process sees none: publish with "
         "--weights shm",
         "allocator": "torch with backend:cudaMallocAsync copies to no memory beside its own: leave "
         "that out of PYTORCH_CUDA_ALLOC_CONF, or publish with --weights shm",
@@ -874,6 +876,8 @@ class GpuUnusable(TrinityError):
         "--weights shm",
         "runtime": "torch {version} has not loaded a usable CUDA runtime: publish with --weights "
         "shm",
+        "outside": "explorers that are started by themselves have no share of the trainer's GPU: "
+        "set sync.transport (--weights) shm, or leave it out",
     }
 
 
@@ -992,9 +996,9 @@ class CorruptVersion(TrinityError):
 
 
 def _format_tensors(tensors: Sequence[str], count: int) -> str:
-    """Return the first names of tensors, and the number of the others."""
+    """Return the first names of tensors, and the number of the others; no text without names."""
     shown = tensors[:_NAMED_TENSORS]
-    more = count - len(shown)
+    more = count - len(shown) if shown else 0
     return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
 

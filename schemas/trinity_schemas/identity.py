@@ -83,9 +83,9 @@ Lease = Annotated[
 MemoryTransport = Literal["shm", "ray", "redis"]
 """Transports of weights that keep a version for readers that come later."""
 RunTransport = Literal[MemoryTransport, "collective"]
-"""Transports that a run may have."""
-TransportName = Literal[RunTransport, "cuda"]
-"""Transports of a ``Synchronizer``."""
+"""Transports that need no GPU."""
+TransportName = Literal[RunTransport, "cuda-ipc"]
+"""Transports of a ``Synchronizer``, and of a run."""
 TrainerStatus = Literal["running", "require_sync", "stopped"]
 ExplorerStatus = Literal["running", "require_sync", "stopped"]
 

@@ -153,8 +153,8 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "only rank 0 is in the collective group: it sends the full weights",
         ),
         (
-            {"fault": "deltas", "transport": "cuda"},
-            "what changed is found on the host: cuda sends full versions",
+            {"fault": "deltas", "transport": "cuda-ipc"},
+            "what changed is found on the host: cuda-ipc sends full versions",
         ),
     ],
     "SubscriptionEnded": [
@@ -1444,6 +1444,10 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "all 3 segments of this publisher are being read: explorers of the run are stuck; see trinity-events status",
         ),
         (
+            {"fault": "hosts", "hosts": ("a", "b"), "transport": "cuda-ipc"},
+            "sync.transport is cuda-ipc, and the Ray cluster has placed the run on the hosts a, b, which share no memory: choose ray or redis, or another sync.method",
+        ),
+        (
             {"fault": "hosts", "hosts": ("a", "b")},
             "sync.transport is shm, and the Ray cluster has placed the run on the hosts a, b, which share no memory: choose ray or redis, or another sync.method",
         ),
@@ -1454,8 +1458,12 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "GpuUnusable": [
         (
+            {"fault": "outside"},
+            "explorers that are started by themselves have no share of the trainer's GPU: set sync.transport (--weights) shm, or leave it out",
+        ),
+        (
             {"fault": "absent"},
-            "the cuda transport needs a GPU, and this process sees none: publish with --weights shm",
+            "the cuda-ipc transport needs a GPU, and this process sees none: publish with --weights shm",
         ),
         (
             {"fault": "allocator"},
@@ -1777,6 +1785,17 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
     ],
     "ProofTooWeak": [
+        (
+            {
+                "step": 3,
+                "engine": "huggingface",
+                "status": "unproven",
+                "minimum": "proven",
+                "fault": "tensors",
+                "count": 28,
+            },
+            "huggingface does not serve step 3: it is unproven, where explorer.min_proof is proven, since its tensors could not be compared: set explorer.min_proof unproven to serve it",
+        ),
         (
             {
                 "step": 3,
@@ -3856,6 +3875,14 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
     ],
     "GpusMissing": [
+        (
+            {
+                "needed": "one GPU that 1 rank and 1 explorer share",
+                "nodes": (0.0,),
+                "one_gpu": True,
+            },
+            "the run needs one GPU that 1 rank and 1 explorer share, and there are 0 GPUs: leave trainer.gpus and explorer.gpus out, choose another sync.transport than cuda-ipc, or start it where there are more",
+        ),
         (
             {"needed": "0.5 GPUs for each of 1 explorer", "nodes": (0.0,)},
             "the run needs 0.5 GPUs for each of 1 explorer, and there are 0 GPUs: ask for less with explorer.gpus, trainer.ranks, explorer.count or trainer.gpus (0 is the CPU), or start it where there are more",

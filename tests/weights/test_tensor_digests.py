@@ -5,11 +5,14 @@ import pytest
 import torch
 
 from tests.support.errors import raises
+from tests.support.fake_devices import HostDevice
+from tests.support.gpu import GPU
 from tests.support.pipeline import reducer_task, reports_accepted
 from tests.support.published_parts import announcement
 from tests.support.weight_versions import awkward, publish, ready
 from trinity_events import Synchronizer
 from trinity_events.weights import (
+    CudaStore,
     PartWriter,
     ShardOffset,
     SharedMemoryStore,
@@ -19,6 +22,7 @@ from trinity_events.weights import (
 )
 from trinity_events.weights.applying.verify_model import InstallChecks
 from trinity_events.weights.deltas.tracker import LastPublished
+from trinity_events.weights.devices.digests import ALGORITHM
 from trinity_events.weights.errors import CorruptTensor, UnfillableTensor
 from trinity_events.weights.tensors import as_bytes, as_plain, digest
 from trinity_schemas import (
@@ -37,9 +41,9 @@ def store():
     made.close()
 
 
-def manifest(store, part, tensors, *, digests=True, last=None) -> WeightManifest:
+def manifest(store, part, tensors, *, digests=True, last=None, chunk_bytes=None) -> WeightManifest:
     """Of what is published: names, tensors, and places of shards."""
-    writer = PartWriter(store, part, last=last, tensor_digests=digests)
+    writer = PartWriter(store, part, chunk_bytes, last=last, tensor_digests=digests)
     for named_tensor in tensors:
         writer.add(*named_tensor)
     announcement(part, writer.seal())
@@ -240,6 +244,36 @@ def test_tensors_without_digests_are_compared_by_the_chunks_that_they_lie_in(
             assert name in named
         flat[0] ^= 1
     assert check_installed(module, [sealed], checks=ByChunks()).status == "proven"
+
+
+@pytest.mark.parametrize("place", ["host", GPU])
+@pytest.mark.parametrize("chunk_bytes", [64, 1 << 20])
+def test_tensors_of_a_device_are_compared_there_by_the_chunks_that_they_lie_in(
+    part, chunk_bytes, place
+):
+    device = CudaStore(HostDevice() if place == "host" else None)
+    on = "cpu" if place == "host" else place
+    tensors = {
+        "odd": torch.arange(7, dtype=torch.int8),
+        "b": torch.randn(33),
+        "none": torch.ones(0),
+    }
+    tensors = {name: tensor.to(on) for name, tensor in tensors.items()}
+    sealed = manifest(device, part, tensors.items(), digests=False, chunk_bytes=chunk_bytes)
+    assert {chunk.digest.partition(":")[0] for chunk in sealed.chunks} == {ALGORITHM}
+    module = torch.nn.Module()
+    for name, tensor in tensors.items():
+        module.register_buffer(name, tensor.clone())
+    assert check_installed(module, [sealed], checks=ByChunks()).status == "proven"
+    for name in ("odd", "b"):
+        module.get_buffer(name)[-1] += 1
+        with raises(CorruptTensor):
+            check_installed(module, [sealed], checks=ByChunks())
+        module.get_buffer(name)[-1] = tensors[name][-1]
+    chunks = tuple(msgspec.structs.replace(chunk, digest="later:00") for chunk in sealed.chunks)
+    unknown = msgspec.structs.replace(sealed, chunks=chunks)
+    assert check_installed(module, [unknown], checks=ByChunks()).status == "partly"
+    device.close()
 
 
 def test_a_wider_tensor_is_compared_after_it_is_converted_back(store, part):

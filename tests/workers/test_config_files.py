@@ -67,7 +67,7 @@ WRONG_VALUES = [
     ("trainer: {schedule: step}", "trainer.schedule", "one of constant, linear, cosine"),
     ("sync: {timeout: .inf}", "sync.timeout", "a number above 0"),
     ("explorer: {proof: both}", "explorer.proof", "one of names, served, probes, all or null"),
-    ("sync: {transport: nccl}", "sync.transport", "one of auto, shm, ray, redis"),
+    ("sync: {transport: nccl}", "sync.transport", "one of auto, shm, ray, redis, cuda-ipc"),
     ("sync: {method: disk}", "sync.method", "one of memory, nccl, checkpoint"),
     ("sync: {method: [nccl]}", "sync.method", "one of memory, nccl, checkpoint"),
     (
@@ -358,6 +358,22 @@ CONTRADICTIONS: list[tuple[str, dict[str, object]]] = [
     ),
     ("sync: {method: nccl, full_every: 2}", {"sync.full_every": 2, "sync.method": "nccl"}),
     ("sync: {method: nccl, transport: ray}", {"sync.transport": "ray", "sync.method": "nccl"}),
+    (
+        "{sync: {transport: cuda-ipc}, trainer: {ranks: 2}}",
+        {"sync.transport": "cuda-ipc", "trainer.ranks": 2},
+    ),
+    (
+        "{sync: {transport: cuda-ipc}, explorer: {device: cpu}}",
+        {"sync.transport": "cuda-ipc", "explorer.device": "cpu"},
+    ),
+    (
+        "sync: {transport: cuda-ipc, full_every: 2}",
+        {"sync.transport": "cuda-ipc", "sync.full_every": 2},
+    ),
+    (
+        "{sync: {transport: cuda-ipc}, explorer: {engine: vllm}}",
+        {"explorer.engine": "vllm", "sync.transport": "cuda-ipc"},
+    ),
     (
         "sync: {method: checkpoint, publish: shards}",
         {"sync.publish": "shards", "sync.method": "checkpoint"},

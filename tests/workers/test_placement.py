@@ -124,6 +124,32 @@ def test_ranks_of_verls_megatron_engine_are_never_on_cpus():
             resources.with_gpus([gpus])
 
 
+@pytest.mark.parametrize(("nodes", "explorers"), [([1], 1), ([2], 1), ([8], 3), ([0, 1], 2)])
+def test_weights_in_a_gpus_memory_keep_all_processes_on_one_gpu(nodes, explorers):
+    resources = needs(explorers, trainer={"ranks": 1}, sync={"transport": "cuda-ipc"})
+    assert resources.asks_for_gpus
+    shares = [bundle["GPU"] for bundle in resources.with_gpus(nodes).bundles()]
+    assert len(shares) == 1 + explorers and sum(shares) <= 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "settings"),
+    [
+        ([0], 1, {}),
+        ([2], 2, {}),
+        ([2], 1, {"trainer": {"gpus": 1.0}}),
+        ([2], 1, {"trainer": {"gpus": 0.6}, "explorer": {"gpus": 0.6}}),
+        ([2], 1, {"trainer": {"gpus": 0.0}}),
+        ([2], 1, {"explorer": {"gpus": 0.0}}),
+    ],
+)
+def test_weights_in_a_gpus_memory_are_refused_where_processes_share_no_gpu(nodes, ranks, settings):
+    trainer = {"ranks": ranks, **settings.get("trainer", {})}
+    resources = needs(1, **{**settings, "trainer": trainer}, sync={"transport": "cuda-ipc"})
+    with raises(GpusMissing, nodes=tuple(nodes), one_gpu=True):
+        resources.with_gpus(nodes)
+
+
 def test_lines_name_the_shares_and_ranks_that_have_no_gpu():
     assert format_devices(needs(1).with_gpus([0]), [0]) == []
     [shares, warning] = format_devices(needs(1, trainer={"ranks": 2}).with_gpus([1]), [1])

@@ -300,7 +300,7 @@ def test_a_copy_that_there_is_no_memory_for_is_an_error_with_the_way_out(
 
 
 def test_deltas_are_refused(ours, part):
-    with raises(TransportRefused, fault="deltas", transport="cuda"):
+    with raises(TransportRefused, fault="deltas", transport="cuda-ipc"):
         PartWriter(ours, part, last=LastPublished(2))
 
 
@@ -399,7 +399,7 @@ async def test_a_model_is_published_and_installed_without_the_host(
 
         monkeypatch.setattr(stores, "CudaStore", Standin)
     urls = {"redis_url": redis_url, "weights_url": weights_url}
-    trainer = Synchronizer(run_id, publisher.epoch, transport="cuda", **urls)
+    trainer = Synchronizer(run_id, publisher.epoch, transport="cuda-ipc", **urls)
     explorer = Synchronizer(run_id, 0, role="explorer", **urls)
     sent = {name.replace(".", "-"): tensor.to(place) for name, tensor in awkward().items()}
     model = torch.nn.Module()
@@ -408,7 +408,7 @@ async def test_a_model_is_published_and_installed_without_the_host(
     async with reducer_task(redis_url, run_id):
         publish(trainer, sent, 1)
         event = await ready(log, 1)
-        assert event.transport == "cuda"
+        assert event.transport == "cuda-ipc"
         getattr(explorer, way)(model, event)
         for name, tensor in sent.items():
             assert identical(getattr(model, name).cpu(), tensor.cpu()), name

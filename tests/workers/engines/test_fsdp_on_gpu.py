@@ -48,7 +48,7 @@ def processes():
     made.close()
 
 
-@pytest.fixture(params=["redis", "shm", "cuda"])
+@pytest.fixture(params=["redis", "shm", "cuda-ipc"])
 def settings(request, publisher, redis_url, weights_url, run_id, policy_folder, tmp_path):
     urls = (redis_url, weights_url)
     folders = (policy_folder, tmp_path / run_id)

@@ -23,7 +23,7 @@ from trinity_workers.launch import cluster
 from trinity_workers.launch.cluster import (
     ClusterUnreachable,
     Node,
-    check_shared_memory,
+    check_one_host,
     reserve_places,
 )
 from trinity_workers.launch.shared_storage import NodeFault, Probe, answer
@@ -230,13 +230,15 @@ async def test_an_address_of_another_form_is_refused(address):
 
 
 @pytest.mark.processes
-def test_shared_memory_is_refused_where_the_run_is_on_two_hosts():
+@pytest.mark.parametrize("transport", ["shm", "cuda-ipc"])
+def test_memory_of_one_host_is_refused_where_the_run_is_on_two(transport):
     class Places:
         def nodes(self):
             return {Node("1", "a", "192.0.2.1"): [0], Node("2", "b", "192.0.2.2"): [1]}
 
-    with raises(SharedMemoryUnusable, fault="hosts", hosts=("a", "b")):
-        check_shared_memory(Places())
+    refused = raises(SharedMemoryUnusable, fault="hosts", hosts=("a", "b"), transport=transport)
+    with refused:
+        check_one_host(Places(), transport)
 
 
 # --- one node's answer ------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import Buffer
@@ -24,10 +25,20 @@ from trinity_schemas import (
 )
 
 from ..compatibility import find_targets, find_ties
+from ..devices.digests import ALGORITHM as ON_DEVICE
+from ..devices.digests import digest_all
 from ..errors import CorruptTensor
 from ..reading.pull import Selection, get_slice
 from ..slices import contains, full_slice
-from ..tensors import DTYPES, Digesting, as_bytes, digest, dtype_name, flat_bytes
+from ..tensors import (
+    DTYPES,
+    Digesting,
+    as_bytes,
+    as_dense,
+    digest,
+    dtype_name,
+    flat_bytes,
+)
 
 _LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.)")
 """Path of a layer: a name up to its first number."""
@@ -182,7 +193,7 @@ class _InstalledPart:
     def matches_tensor(self, entry: TensorEntry) -> bool | None:
         """Return True if a tensor has its entry's digest; None if that cannot be seen."""
         data = self._read(entry)
-        return data if isinstance(data, bool | None) else digest(data) == entry.digest
+        return data if isinstance(data, bool | None) else digest(as_bytes(data)) == entry.digest
 
     def compare_chunks(self, names: Collection[str]) -> Iterator[tuple[TensorEntry, bool]]:
         """Yield each entry without a digest, with True once chunks with its bytes are compared.
@@ -199,7 +210,11 @@ class _InstalledPart:
         for entry in entries:  # without elements it may lie in no chunk, and has nothing to compare
             if entry.name in names and entry.digest is None and not entry.part_bytes:
                 yield entry, True
-        read: dict[int, memoryview | bool | None] = {}
+        algorithm = (
+            self._manifest.chunks[0].digest.partition(":")[0] if self._manifest.chunks else ""
+        )
+        digests = _CHUNK_DIGESTS.get(algorithm)
+        read: dict[int, Any] = {}
         for chunk in self._manifest.chunks:
             end = begin + chunk.nbytes
             # Entries are sorted by offset: tensors that end before this chunk are in no later one.
@@ -219,10 +234,11 @@ class _InstalledPart:
             if yielded:
                 for place in places:
                     # A tensor may span many chunks, and reading one of a GPU costs a copy.
-                    if place not in read:
-                        read[place] = self._read(entries[place])
-                tensors = [(entries[place], read[place]) for place in places]
-                outcome = self._matches_chunk(chunk, begin, tensors)
+                    if place not in read and digests is not None:
+                        data = self._read(entries[place])
+                        read[place] = data if isinstance(data, bool | None) else digests.view(data)
+                tensors = [(entries[place], read.get(place)) for place in places]
+                outcome = _matches_chunk(chunk, begin, tensors, digests)
                 if outcome is False:
                     raise CorruptTensor(
                         fault="installed" if len(places) == 1 else "chunk",
@@ -233,32 +249,8 @@ class _InstalledPart:
                 yield from ((entry, bool(outcome)) for entry in yielded)
             begin = end
 
-    def _matches_chunk(
-        self,
-        chunk: Chunk,
-        begin: int,
-        tensors: Sequence[tuple[TensorEntry, memoryview | bool | None]],
-    ) -> bool | None:
-        end, at = begin + chunk.nbytes, begin
-        pieces: list[Buffer] = []
-        for entry, data in tensors:
-            if data is False:
-                return False
-            if not isinstance(data, memoryview) or entry.encoding != "dense":
-                return None
-            start, stop = max(entry.offset, begin), min(_end(entry), end)
-            # Gaps between aligned tensors are zeros in the part.
-            pieces += [bytes(max(0, start - at)), data[start - entry.offset : stop - entry.offset]]
-            at = stop
-        pieces.append(bytes(end - at))
-        # Chunks of a GPU's memory are digested by another algorithm.
-        if chunk.digest.partition(":")[0] != digest(b"").partition(":")[0]:
-            return None
-        # The empty piece makes the call valid without further ones.
-        return digest(b"", *pieces) == chunk.digest
-
-    def _read(self, entry: TensorEntry) -> memoryview | bool | None:
-        """Return the bytes that were published, if a tensor has them.
+    def _read(self, entry: TensorEntry) -> torch.Tensor | bool | None:
+        """Return what was published, on the model's device, if a tensor has it.
 
         Return None if that cannot be seen, and False if it does not have them.
         """
@@ -271,14 +263,77 @@ class _InstalledPart:
         tensor = self._targets[entry.name].detach()[box.inside(target_box)]
         dtype = DTYPES[entry.dtype]
         if tensor.dtype == dtype:
-            return as_bytes(tensor)
+            return tensor
         if torch.promote_types(tensor.dtype, dtype) != tensor.dtype:
             return None  # a narrower dtype has lost bits
         # Widening loses nothing, so the way back gives the published bits.
         narrow = tensor.to(dtype)
         # Compared as bytes: as numbers NaN differs from itself, and -0.0 equals 0.0.
         is_same = flat_bytes(narrow.to(tensor.dtype)) == flat_bytes(tensor.contiguous())
-        return as_bytes(narrow) if bool(is_same.all()) else False
+        return narrow if bool(is_same.all()) else False
+
+
+class _ChunkDigests(NamedTuple):
+    """Algorithm of chunks' digests, and the form in which it reads tensors."""
+
+    view: Callable[[torch.Tensor], Any]
+    """Returns the bytes of a tensor, where they are digested."""
+    digest: Callable[[int, Sequence[tuple[int, Any]]], str]
+    """Returns the digest of a chunk: its size, and the offset and bytes of each piece of it."""
+
+
+def _digest_on_host(nbytes: int, pieces: Sequence[tuple[int, memoryview]]) -> str:
+    joined: list[Buffer] = []
+    at = 0
+    for begin, data in pieces:
+        joined += [bytes(max(0, begin - at)), data]
+        at = begin + len(data)
+    # The empty piece makes the call valid without further ones.
+    return digest(b"", *joined, bytes(nbytes - at))
+
+
+def _digest_on_device(nbytes: int, pieces: Sequence[tuple[int, torch.Tensor]]) -> str:
+    chunk = pieces[0][1].new_zeros(nbytes)  # uint8 (nbytes,)
+    # One operation for all: a copy of its own takes longer than the bytes of a small tensor.
+    torch._foreach_copy_(
+        [chunk[begin : begin + len(data)] for begin, data in pieces], [data for _, data in pieces]
+    )
+    [whole] = digest_all([chunk])
+    return whole
+
+
+_CHUNK_DIGESTS = {
+    digest(b"").partition(":")[0]: _ChunkDigests(as_bytes, _digest_on_host),
+    ON_DEVICE: _ChunkDigests(lambda tensor: flat_bytes(as_dense(tensor)), _digest_on_device),
+}
+"""Algorithms by the names that begin their digests. A sink digests all its chunks by one."""
+
+
+def _matches_chunk(
+    chunk: Chunk,
+    begin: int,
+    tensors: Sequence[tuple[TensorEntry, Any]],
+    digests: _ChunkDigests | None,
+) -> bool | None:
+    """Return True if tensors have the bytes of a chunk; None if that cannot be seen.
+
+    Args:
+        chunk: The chunk.
+        begin: Its offset in the part.
+        tensors: Entries with bytes in it, each with the bytes of all of its tensor.
+        digests: Algorithm of the part's chunks; None if it is unknown.
+    """
+    if any(data is False for _, data in tensors):
+        return False
+    if digests is None or any(data is None or entry.encoding != "dense" for entry, data in tensors):
+        return None
+    pieces, end = [], begin + chunk.nbytes
+    for entry, data in tensors:
+        start, stop = max(entry.offset, begin), min(_end(entry), end)
+        if start < stop:
+            # Gaps between aligned tensors are zeros in the part.
+            pieces.append((start - begin, data[start - entry.offset : stop - entry.offset]))
+    return digests.digest(chunk.nbytes, pieces) == chunk.digest
 
 
 def _end(entry: TensorEntry) -> int:

@@ -7,6 +7,8 @@ from functools import lru_cache
 
 import torch
 
+ALGORITHM = "mix128"
+"""Name that begins a digest of device memory; digests of host memory have another one."""
 _ODD = -7046029254386353131  # 2**64 / the golden ratio, as a signed number
 _MIX = -49064778989728563, -4265267296055464877  # factors of MurmurHash3
 _LOW = {32: (1 << 32) - 1, 29: (1 << 35) - 1}
@@ -31,7 +33,7 @@ def digest_all(chunks: Sequence[torch.Tensor]) -> list[str]:
     totals = torch.stack(sums).tolist()  # (chunks, 2); the one wait for the device
     return [
         # The length counts: padding with zeros must not equal bytes that are zero.
-        f"mix128:{plain + len(chunk) & _WORD:016x}{weighted & _WORD:016x}"
+        f"{ALGORITHM}:{plain + len(chunk) & _WORD:016x}{weighted & _WORD:016x}"
         for chunk, (plain, weighted) in zip(chunks, totals, strict=True)
     ]
 

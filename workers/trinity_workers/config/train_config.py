@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, structs
 
 from trinity_events.checkpoints.layout import final_name
-from trinity_schemas import RunTransport, Sampling
+from trinity_schemas import Sampling, TransportName
 
 from ..algorithms.settings import AlgorithmConfig
 from ..evaluation.settings import EvaluationConfig
@@ -323,7 +323,7 @@ class RunConfig(TrainConfig, frozen=True, kw_only=True):
         return self.sync.transport
 
     @property
-    def chunk_transport(self) -> RunTransport:
+    def chunk_transport(self) -> TransportName:
         """Return the transport of a Synchronizer, where it publishes anything."""
         match self.transport:
             case "files" | "none":

@@ -172,11 +172,16 @@ async def reserve_places(
         yield Placement(group, needs, joined=address is not None)
 
 
-def check_shared_memory(room: Placement) -> None:
-    """Raise SharedMemoryUnusable if the run's places are on several hosts."""
+def check_one_host(room: Placement, transport: str) -> None:
+    """Raise SharedMemoryUnusable if the run's places are on several hosts.
+
+    Args:
+        room: Places of the run.
+        transport: Transport of the weights, which needs memory that its processes share.
+    """
     hosts = sorted({node.host for node in room.nodes()})
     if len(hosts) > 1:
-        raise SharedMemoryUnusable("hosts", hosts=tuple(hosts))
+        raise SharedMemoryUnusable("hosts", hosts=tuple(hosts), transport=transport)
 
 
 async def check_gpus(needs: Needs, address: str | None) -> None:

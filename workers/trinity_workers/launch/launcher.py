@@ -57,7 +57,7 @@ from ..runtime.health import beating
 from ..trainer import Trainer, TrainingResult
 from ..worker_group.placement import Needs, format_devices, node_gpus, with_reserved_cpus
 from .actors import Actors, format_ray_error
-from .cluster import Notify, Placement, check_shared_memory, reserve_places
+from .cluster import Notify, Placement, check_one_host, reserve_places
 from .explorer_restarts import explore_to_the_end
 from .failed_saves import FailedSaves
 from .lifecycle import closing, interruptible
@@ -431,8 +431,8 @@ async def _room(
     async with reserve_places(needs, address, deadline=deadline, notify=view.print_line) as room:
         if room.joined:
             view.print_line(f"run {config.run_id}: {room.format_places()}")
-            if config.transport == "shm":
-                check_shared_memory(room)
+            if config.transport in ("shm", "cuda-ipc"):
+                check_one_host(room, config.transport)
             await check_shared_storage(room, config)
         for line in format_devices(room.needs, node_gpus()):
             view.print_line(f"run {config.run_id}: {line}")

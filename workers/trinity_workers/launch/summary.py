@@ -20,6 +20,7 @@ _LISTED = 8
 TRANSPORTS = {
     "redis": "a Redis server",
     "shm": "shared memory",
+    "cuda-ipc": "the memory of a GPU",
     "ray": "Ray's object store",
     "collective": "a collective group",
     "files": "files",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from trinity_events.errors import GroupBroken, RayUnusable, SharedMemoryUnusable
+from trinity_events.errors import GpuUnusable, GroupBroken, RayUnusable, SharedMemoryUnusable
 from trinity_events.system.shared_memory import SHARED_MEMORY, available, free_bytes
 from trinity_schemas import ChosenTransport
 
@@ -44,6 +44,7 @@ def chosen_transport(
     Raises:
         SharedMemoryUnusable: when it was asked for, and the host has none.
         RayUnusable: when it was asked for, and explorers are not in the cluster.
+        GpuUnusable: when a GPU's memory was asked for, and explorers are not in the cluster.
         GroupBroken: when a collective group was asked for, and torch was built without one.
     """
     if sync.method == "checkpoint":
@@ -62,6 +63,8 @@ def chosen_transport(
         raise SharedMemoryUnusable("chosen", SHARED_MEMORY)
     if choice == "ray" and not explorers_here:
         raise RayUnusable("outside")
+    if choice == "cuda-ipc" and not explorers_here:
+        raise GpuUnusable("outside")
     return Chosen(choice, "as sync.transport (--weights) says")
 
 

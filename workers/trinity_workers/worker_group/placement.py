@@ -4,6 +4,8 @@
    than half of it.
 2. GPUs that the settings ask for are there, or the run is refused before it starts.
 3. A process that is started again takes the place, and so the GPU, of the one before it.
+4. Where weights travel through a GPU's memory, all processes have shares of one GPU: a process sees
+   its own GPU alone, and cannot map the memory of another one.
 """
 
 from __future__ import annotations
@@ -38,15 +40,22 @@ class GpusMissing(TrinityError):
         needed: GPUs of each process, as text.
         nodes: Number of GPUs of each node.
         engine: Engine of the trainer whose ranks compute on GPUs alone; None for any other.
+        one_gpu: The processes need shares of one GPU, as weights travel through its memory.
     """
 
     needed: str
     nodes: tuple[float, ...]
     engine: str | None = None
+    one_gpu: bool = False
     text = "the run needs {needed}, and {_present}: {_way_out}, or start it where there are more"
 
     @property
     def _way_out(self) -> str:
+        if self.one_gpu:
+            return (
+                "leave trainer.gpus and explorer.gpus out, choose another sync.transport than "
+                "cuda-ipc"
+            )
         if self.engine is None:
             return (
                 "ask for less with explorer.gpus, trainer.ranks, explorer.count or trainer.gpus (0 "
@@ -81,6 +90,8 @@ class Needs(Struct, frozen=True, kw_only=True):
     """True if explorers may not be on CPUs."""
     gpu_engine: str | None = None
     """Engine of the trainer that computes on GPUs alone; None if ranks may be on CPUs."""
+    one_gpu: bool = False
+    """True if rank and explorers need shares of one GPU, through whose memory weights travel."""
 
     @classmethod
     def for_run(cls, config: TrainConfig, *, explorers: int) -> Needs:
@@ -94,6 +105,7 @@ class Needs(Struct, frozen=True, kw_only=True):
             explorer_gpus=0.0 if config.explorer.device == "cpu" else config.explorer.gpus,
             explorers_on_gpus=config.explorer.device == "cuda",
             gpu_engine=config.trainer.engine if config.trainer.needs_gpus else None,
+            one_gpu=explorers > 0 and config.sync.transport == "cuda-ipc",
         )
 
     @property
@@ -106,7 +118,7 @@ class Needs(Struct, frozen=True, kw_only=True):
         """Return True if a setting asks for GPUs, which may then be missing."""
         of_explorers = bool(self.explorer_gpus) or self.explorers_on_gpus
         of_ranks = bool(self.rank_gpus) or self.gpu_engine is not None
-        return of_ranks or (self.explorers > 0 and of_explorers)
+        return self.one_gpu or of_ranks or (self.explorers > 0 and of_explorers)
 
     def with_gpus(self, nodes: Sequence[float]) -> Needs:
         """Return the needs with the GPUs of each process, on nodes with these numbers of GPUs.
@@ -120,9 +132,12 @@ class Needs(Struct, frozen=True, kw_only=True):
         """
         for rank in self._rank_choices(nodes):
             for explorer in self._explorer_choices(rank):
-                if _fits(nodes, [rank] * self.ranks + [explorer] * self.explorers):
+                shares = [rank] * self.ranks + [explorer] * self.explorers
+                # Ray packs fractions: those that fit on one GPU come to lie there.
+                is_apart = self.one_gpu and (not all(shares) or sum(shares) > 1 + _RAY_UNIT / 2)
+                if not is_apart and _fits(nodes, shares):
                     return structs.replace(self, rank_gpus=rank, explorer_gpus=explorer)
-        raise GpusMissing(self._format_gpus(), tuple(nodes), self.gpu_engine)
+        raise GpusMissing(self._format_gpus(), tuple(nodes), self.gpu_engine, self.one_gpu)
 
     def _rank_choices(self, nodes: Sequence[float]) -> list[float]:
         if self.rank_gpus is not None:
@@ -148,6 +163,12 @@ class Needs(Struct, frozen=True, kw_only=True):
         return [math.floor(share * 1e4) / 1e4 for share in sorted(shares, reverse=True)] + on_cpus
 
     def _format_gpus(self) -> str:
+        if self.one_gpu:
+            ranks, explorers = (
+                format_count(self.ranks, "rank"),
+                format_count(self.explorers, "explorer"),
+            )
+            return f"one GPU that {ranks} and {explorers} share"
         needs = []
         if self.rank_gpus != 0:
             needs.append((self.rank_gpus, format_count(self.ranks, "rank")))
@@ -284,7 +305,8 @@ def with_rank_count(config: TrainConfig, gpus: int) -> TrainConfig:
         return config
     if trainer.on_megatron and trainer.tensor_parallel is None:
         gpus = min(gpus, DEFAULT_RANKS)
-    for ranks in range(0 if trainer.gpus == 0 else gpus, 0, -1):
+    # One rank is tried last, for settings that allow no more whatever the host has.
+    for ranks in (*range(0 if trainer.gpus == 0 else gpus, 0, -1), DEFAULT_RANKS, 1):
         chosen = config.replaced("trainer", ranks=ranks)
         if not any(find_contradictions(chosen, str)):
             return chosen

@@ -40,7 +40,7 @@ class CudaStore:
     Raises GpuUnusable where there is no GPU.
     """
 
-    name = "cuda"
+    name = "cuda-ipc"
 
     def __init__(
         self,

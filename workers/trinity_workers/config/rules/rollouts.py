@@ -204,6 +204,12 @@ RULES: tuple[Rule, ...] = (
         ~is_any("sync.transport", "ray"),
         "with {=explorer.engine} its workers pull the weights, and are no processes of Ray",
     ),
+    Requires(
+        _VLLM,
+        ~is_any("sync.transport", "cuda-ipc"),
+        "with {=explorer.engine} its workers pull the weights, and read them from the host's "
+        "memory",
+    ),
     Computed(_find_unusable_servers),
     Computed(_find_unreachable_proof),
     Computed(_find_unusable_gpus),

@@ -11,6 +11,7 @@ from ...rules import (
     SettingCondition,
     Values,
     is_any,
+    is_at_least,
     is_positive,
     is_set,
 )
@@ -19,6 +20,14 @@ from ..sync_schedule import least_bound, names_exact_version
 _FIXED = is_any("sync.style", "fixed")
 _MEMORY = is_any("sync.method", "memory")
 _PROBES = is_any("explorer.proof", "probes", "all")
+_CUDA_IPC = is_any("sync.transport", "cuda-ipc")
+_ONE_RANK = SettingCondition(
+    ("trainer.ranks",),
+    # Null is then one rank (with_rank_count).
+    lambda values: values["trainer.ranks"] in (None, 1),
+    "{trainer.ranks} is 1",
+    "set {trainer.ranks} 1, or leave it out",
+)
 
 
 def _find_small_bound(values: Values) -> Contradictions:
@@ -62,6 +71,21 @@ RULES: tuple[Rule, ...] = (
         "sync.transport sync.publish sync.full_every",
         _MEMORY,
         "with {=sync.method} rank 0 sends full tensors, and none of them through memory",
+    ),
+    Requires(
+        _CUDA_IPC,
+        _ONE_RANK,
+        "{=sync.transport} shares the memory of one GPU, and no two ranks share a GPU",
+    ),
+    Requires(
+        _CUDA_IPC,
+        ~is_any("explorer.device", "cpu"),
+        "{=sync.transport} is a GPU's memory, which explorers on CPUs cannot read",
+    ),
+    Requires(
+        _CUDA_IPC,
+        ~is_at_least("sync.full_every", 2),
+        "{=sync.transport} has no deltas, which are computed on the host",
     ),
     OnlyWhen(
         "sync.probes",

@@ -6,15 +6,15 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from trinity_schemas import MemoryTransport, RunTransport
+from trinity_schemas import MemoryTransport, TransportName
 from trinity_schemas.proof import MAX_PROBES
 
 from ...section import Section
 from ..types import DtypeName, NotNegative, Positive, Seconds
 
 SyncMethod = Literal["memory", "nccl", "checkpoint"]
-TransportChoice = Literal["auto", MemoryTransport]
-WeightsPath = Literal[RunTransport, "files", "none"]
+TransportChoice = Literal["auto", MemoryTransport, "cuda-ipc"]
+WeightsPath = Literal[TransportName, "files", "none"]
 PublishedForm = Literal["shards", "snapshot", "full"]
 PublishName = Literal["auto", PublishedForm]
 SyncStyle = Literal["fixed", "trainer_driven", "explorer_driven", "fully_async"]
@@ -50,7 +50,8 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     transport: TransportChoice = "auto"
     """Transport of the method `memory`: shared memory (shm, every explorer on the trainer's host),
     Ray's object store (ray, every explorer in its cluster), or Redis; auto takes the first that
-    all processes can use."""
+    all processes can use. The memory of one GPU (cuda-ipc), which a single rank and all explorers
+    share, is taken only where it is named."""
     publish: PublishName = "auto"
     """Published form of the weights: shards, each from the rank that holds it, while training
     waits; a snapshot of the shards, while training continues; or full tensors, from rank 0. Auto
