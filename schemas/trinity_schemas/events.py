@@ -56,6 +56,16 @@ class _Event(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="t
     """Base of all events: frozen, with the class name in kebab case as tag."""
 
 
+MOST_PHASES = 32
+"""Phases of a report, and fates of tokens: twice as many as any process has."""
+Phase = Annotated[Slug, Meta(description="Activity of a process, such as `generating`.")]
+TokenFate = Annotated[Slug, Meta(description="Fate of sampled tokens, such as `trained`.")]
+Tokens = Annotated[
+    dict[TokenFate, Annotated[int, Meta(ge=0, le=2**62)]],
+    Meta(max_length=MOST_PHASES, description="Sampled tokens by fate."),
+]
+
+
 # --- the run -------------------------------------------------------------------------------
 
 
@@ -608,6 +618,9 @@ class StepTrained(_Event, frozen=True):
     staleness: Annotated[
         dict[int, Count], Meta(description="Staleness in steps to the number of samples.")
     ] = {}
+    tokens: Annotated[
+        Tokens, Meta(description="Sampled tokens whose fate was decided since the step before.")
+    ] = {}
     metrics: Annotated[dict[str, float], Meta(description="Metrics of the training step.")] = {}
 
     def __post_init__(self) -> None:
@@ -762,6 +775,29 @@ class StacksTaken(_Event, frozen=True):
     ] = ""
 
 
+# --- the time of processes ---------------------------------------------------------------------
+
+
+class PhasesMeasured(_Event, frozen=True):
+    """A process reports how it has used its time since its start. A later report replaces it.
+
+    A process is in exactly one phase at a time, so that the seconds add up to its age.
+    """
+
+    seconds: Annotated[
+        dict[Phase, Seconds],
+        Meta(max_length=MOST_PHASES, description="Seconds by phase since the process started."),
+    ]
+    phase: Annotated[Phase, Meta(description="Phase at the time of the report.")]
+    tokens: Annotated[
+        Tokens, Meta(description="Tokens that the process sampled since its start, by their fate.")
+    ] = {}
+    samples: Annotated[Count, Meta(description="Answers that it judged since its start.")] = 0
+    gpus: Annotated[Seconds, Meta(description="GPUs that the process holds.")] = 0.0
+    cores: Annotated[Count, Meta(description="Processor cores that it computes with.")] = 0
+    is_last: Annotated[bool, Meta(description="True if the process ends with this report.")] = False
+
+
 # --- time: the leading reducer appends these events, so that the fold needs no clock --------
 
 
@@ -844,6 +880,7 @@ Event = (
     | WaitStarted
     | WaitEnded
     | StacksTaken
+    | PhasesMeasured
     | LeaseExpired
     | DeadlineReached
     | ConsumerDetached
@@ -908,6 +945,7 @@ SENT_BY: dict[type[Struct], SenderRole] = {
     WaitStarted: "worker",
     WaitEnded: "worker",
     StacksTaken: "worker",
+    PhasesMeasured: "worker",
     LeaseExpired: "reducer",
     DeadlineReached: "reducer",
     ConsumerDetached: "reducer",
@@ -925,6 +963,7 @@ REPORT_TYPES: frozenset[type[Struct]] = frozenset(
         WaitStarted,
         WaitEnded,
         StacksTaken,
+        PhasesMeasured,
     }
 )
 """Events that an explorer may report: its own, and those about its waits."""

@@ -38,6 +38,7 @@ from trinity_schemas import (
     LedgerRestored,
     Process,
     Producer,
+    PhasesMeasured,
     ProfileWritten,
     Registration,
     ResendRequested,
@@ -172,6 +173,7 @@ def _others() -> list[Said]:
         Said("actor-0", ProfileWritten(step=1, path="profiles/one.json.gz")),
         Said("trainer", WaitEnded(wait_id="a", outcome="over")),
         Said("trainer", StacksTaken(process="explorer-0", node="here", pid=7)),
+        Said("actor-0", PhasesMeasured(seconds={"training": 1.0}, phase="training")),
         Said("explorer-0", WaitStarted(wait_id="b", what="weights", seconds=1.0)),
     ]
 

@@ -28,6 +28,7 @@ from trinity_schemas import (
     LeaseExpired,
     LedgerRestored,
     PartDelta,
+    PhasesMeasured,
     Producer,
     ProfileWritten,
     PublicationStarted,
@@ -174,6 +175,14 @@ SAMPLES = [
     ),
     WaitEnded(wait_id="a", outcome="over", seconds=9.0),
     StacksTaken(process="explorer-0", node="here", pid=7, stacks="Thread 1"),
+    PhasesMeasured(
+        seconds={"generating": 8.5, "idle": 1.5},
+        phase="idle",
+        tokens={"answered": 640},
+        samples=8,
+        cores=2,
+        is_last=True,
+    ),
     LeaseExpired(
         holder=Producer(role="actor", rank=1, node="here", incarnation="x"),
         lease=10.0,

@@ -27,6 +27,7 @@ from .delete import delete
 from .diff import diff
 from .explain import explain
 from .export import export, import_
+from .goodput import goodput
 from .metrics import metrics
 from .plot import plot
 from .reducer import reducer
@@ -91,7 +92,21 @@ def build() -> typer.Typer:
     )
     listing = (
         *(serve, reducer, runs, status, watch, explain, tail, dashboard, replay),
-        *(diff, bisect, audit, export, import_, verify, delete, metrics, traces, track, plot, acl),
+        *(
+            diff,
+            bisect,
+            audit,
+            goodput,
+            export,
+            import_,
+            verify,
+            delete,
+            metrics,
+            traces,
+            track,
+            plot,
+            acl,
+        ),
     )
     for command in listing:
         app.command(command.__name__.rstrip("_"))(command)

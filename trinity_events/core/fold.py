@@ -29,6 +29,7 @@ from trinity_schemas import (
     GenerationResumed,
     LeaseExpired,
     LedgerRestored,
+    PhasesMeasured,
     Producer,
     ProfileWritten,
     ResendRequested,
@@ -88,6 +89,7 @@ _UNFENCED_EVENTS = (
     ResendRequested,
     RewardErrorReported,
     ConsumerDetached,
+    PhasesMeasured,
 )
 _EPOCH_EVENTS = (RunOpened, RunResumed)
 _WAIT_EVENTS = (WaitStarted, WaitEnded)
@@ -128,6 +130,7 @@ _HANDLERS: dict[type, Callable[[FoldState, Any, Envelope], None]] = {
     WaitStarted: waits.wait_started,
     WaitEnded: waits.wait_ended,
     StacksTaken: waits.stacks_taken,
+    PhasesMeasured: runs.phases_measured,
 }
 
 

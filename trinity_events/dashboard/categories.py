@@ -20,6 +20,7 @@ from trinity_schemas import (
     GenerationResumed,
     LeaseExpired,
     LedgerRestored,
+    PhasesMeasured,
     ProfileWritten,
     PublicationStarted,
     ResendRequested,
@@ -61,7 +62,10 @@ CATEGORIES = ("run", "train", "rollouts", "save", "publish", "apply", "wait", "f
 """Names of the categories; their places are the numbers in all answers."""
 
 _OF: dict[str, tuple[type[Struct], ...]] = {
-    "run": (RunOpened, RunResumed, RunClosed, EpochOpened, EpochClosed, ConsumerDetached),
+    "run": (
+        *(RunOpened, RunResumed, RunClosed, EpochOpened, EpochClosed),
+        *(ConsumerDetached, PhasesMeasured),
+    ),
     "train": (
         StepCommitted,
         StepTrained,

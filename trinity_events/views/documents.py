@@ -13,6 +13,7 @@ from trinity_schemas.schemas import DIALECT, tidy
 from ..analysis.audit import Audit
 from ..analysis.causes import Cause, HostProcess
 from ..analysis.changes import Change
+from ..analysis.goodput import Goodput
 from ..analysis.outcomes import OutcomeName
 from ..analysis.proof import ProofEntry
 from ..archive.verify import Report
@@ -169,6 +170,7 @@ class Bisection(_Document, frozen=True):
 
 DOCUMENTS: dict[str, Any] = {
     "audit": Audit,
+    "goodput": Goodput,
     "bisect": Bisection,
     "diff": Difference,
     "explain": Explanation,

@@ -92,10 +92,12 @@ def check_report(
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """Yield the floating-point numbers of a struct; reports have no other containers of them."""
+    """Yield the floating-point numbers of a struct, and of its dictionaries."""
     for name in value.__struct_fields__:
         field = getattr(value, name)
         if isinstance(field, float):
             yield field
+        elif isinstance(field, dict):
+            yield from (number for number in field.values() if isinstance(number, float))
         elif isinstance(field, Struct):
             yield from _numbers(field)

@@ -8,6 +8,7 @@ from trinity_schemas import (
     EpochClosed,
     EpochOpened,
     Kind,
+    PhasesMeasured,
     ProfileWritten,
     RunClosed,
     RunOpened,
@@ -168,6 +169,10 @@ def profile_written(fold: FoldState, event: ProfileWritten, envelope: Envelope) 
     by = format_producer(envelope.producer)
     profiles.append(Profile(step=event.step, by=by, path=event.path))
     del profiles[:-KEPT_PROFILES]
+
+
+def phases_measured(_fold: FoldState, _event: PhasesMeasured, _: Envelope) -> None:
+    """Change nothing: :mod:`trinity_events.analysis.goodput` reads it from the log."""
 
 
 def consumer_detached(fold: FoldState, event: ConsumerDetached, _: Envelope) -> None:
