@@ -15,10 +15,10 @@ from ..archive.segments import Archive
 from ..core.fold import decode_entry
 from ..log import Entry, Stream
 from ..views.goodput import (
-    format_waste,
     format_headline,
     format_rates,
     format_stragglers,
+    format_waste,
     seconds_table,
     tokens_table,
 )

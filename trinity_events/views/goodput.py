@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.table import Table
 
-from ..analysis.goodput import FATES, Waste, Goodput, Straggler, WorkerTime
+from ..analysis.goodput import FATES, Goodput, Straggler, Waste, WorkerTime
 
 _ROLES = {"trainer": "trainer", "actor": "ranks", "explorer": "explorers", "reducer": "reducer"}
 """Role to its column; other roles keep their names."""
