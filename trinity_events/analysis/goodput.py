@@ -463,7 +463,7 @@ class GoodputReader:
         for epoch in self._epochs:
             of_epoch = [worker for worker in self._workers.values() if worker.epoch == epoch.number]
             decided = Counter(epoch.tokens)
-            kept = decided.pop(_KEPT, 0)
+            kept_tokens = decided.pop(_KEPT, 0)
             fates.update(decided)
             answered, in_flight = 0, 0
             for worker in of_epoch:
@@ -478,12 +478,12 @@ class GoodputReader:
                 else:
                     in_flight += under_way
             # An explorer that died may have told of fewer answers than the trainer has read.
-            unread = max(answered + kept - decided.total(), 0)
+            unread = max(answered + kept_tokens - decided.total(), 0)
             if epoch is self._epochs[-1]:
                 fates["open"] += unread + in_flight
             else:
                 lost += unread + in_flight
-            lost += epoch.discarded - kept
+            lost += epoch.discarded - kept_tokens
             fates["trained"] -= epoch.discarded
         fates["lost"] += max(lost, 0)
         return fates
