@@ -166,7 +166,7 @@ class _Worker(Struct):
         return self.last.gpus > 0 or self.last.cores > 0
 
 
-class _Epoch(Struct):
+class _EpochRecord(Struct):
     """Opening of the run, until the next one."""
 
     number: int
@@ -199,7 +199,7 @@ class GoodputReader:
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
         self._sequences: dict[str, int] = {}
-        self._epochs: list[_Epoch] = []
+        self._epochs: list[_EpochRecord] = []
         self._workers: dict[str, _Worker] = {}
         """Workers by the incarnation of their publisher."""
         self._current: dict[str, str] = {}
@@ -283,7 +283,7 @@ class GoodputReader:
     def _open(self, number: int, now: float, event: RunOpened | RunResumed) -> None:
         if self._epochs and number <= self._epochs[-1].number:
             return
-        epoch = _Epoch(
+        epoch = _EpochRecord(
             number=number, opened_at=now, last_at=now, staleness=_read_staleness(event.config)
         )
         if isinstance(event, RunOpened):
@@ -384,7 +384,7 @@ class GoodputReader:
 
     # --- seconds -----------------------------------------------------------------------------
 
-    def _find_end(self, epoch: _Epoch, now: float | None) -> float:
+    def _find_end(self, epoch: _EpochRecord, now: float | None) -> float:
         """Return the time at which an epoch ended; for an open one, the present."""
         if epoch.closed_at is not None:
             return epoch.closed_at

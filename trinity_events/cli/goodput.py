@@ -47,7 +47,7 @@ def goodput(
         _print(result)
 
 
-class _Entries:
+class _GoodputEntries:
     """Reader of entries; those that cannot be decoded are passed over, as in the fold."""
 
     def __init__(self, run_id: str) -> None:
@@ -65,7 +65,7 @@ class _Entries:
 
 def _read_file(path: Path) -> Goodput:
     header, lines = read_lines(path)
-    entries = _Entries(header.run_id)
+    entries = _GoodputEntries(header.run_id)
     for line in lines:
         if line.stream == Stream.EVENTS.value:
             entries.add(line.entry)
@@ -74,7 +74,7 @@ def _read_file(path: Path) -> Goodput:
 
 async def _read_run(redis_url: str | None, run: str | None, root: Path | None) -> Goodput:
     async with open_log(redis_url, run) as log:
-        entries = _Entries(log.run_id)
+        entries = _GoodputEntries(log.run_id)
         archive = Archive(checkpoint_root(root) / log.run_id, log.run_id)
         async for entry in whole_stream(log, Stream.EVENTS, archive):
             entries.add(entry)
