@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import anyio
 import psutil  # type: ignore[import-untyped]
@@ -14,7 +14,7 @@ import redis.asyncio
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
 from trinity_events.rollouts import AnswerGroup, DispatchSettings, RolloutDispatcher
 from trinity_events.server import connect
-from trinity_schemas import RunKeys, Sampling, StepRef
+from trinity_schemas import Experience, RunKeys, Sampling, StepRef
 from trinity_workers.algorithms.collate import collate
 
 from .environment import Stage, process
@@ -249,7 +249,7 @@ async def steps(on: Stage, shape: Shape, count: int, generation: float) -> Steps
                 groups = await one_step(dispatcher, StepRef(epoch, first + step), prompts)
                 ended = time.perf_counter()
                 own += time.process_time() - computed
-                collate([group.experiences for group in groups], 0)
+                collate([cast("list[Experience]", group.experiences) for group in groups], 0)
                 tensors.append(time.perf_counter() - ended)
                 seconds.append(ended - began)
                 del groups

@@ -11,7 +11,7 @@ from .events import ANNOUNCEMENT_TYPES, EVENT_TYPES, REPORT_TYPES, SENT_BY, even
 from .identity import REPORTER_ROLE
 from .keys import RunKeys
 from .manifest import WeightManifest
-from .rollouts import Experience, RolloutRequest
+from .rollouts import Experience, ExperienceReference, RolloutRequest
 from .schemas import components
 
 Object = dict[str, Any]
@@ -20,6 +20,7 @@ _SCHEMAS = "#/components/schemas/"
 _PUBLISHED = tuple(event for event in EVENT_TYPES if event not in ANNOUNCEMENT_TYPES)
 _REPORTS = tuple(event for event in EVENT_TYPES if event in REPORT_TYPES)
 _FOLLOWED = ("EpochOpened", "EpochClosed", "TrainingEnded", "PublicationStarted", "VersionResent")
+_SAMPLES = [Experience.__name__, ExperienceReference.__name__]
 _DEAD_LETTER = "DeadLetter"
 
 # Redis wants the braces for its hash tag and AsyncAPI for its parameter: the parameter is the
@@ -83,9 +84,9 @@ def _channels() -> Object:
         ),
         "experiences": channel(
             _KEYS.experiences,
-            "Experiences from explorers to the trainer, one entry a sample. An entry is deleted "
-            "once it was used.",
-            [Experience.__name__],
+            "Experiences from explorers to the trainer, or references to them, one entry a sample. "
+            "An entry is deleted once it was used.",
+            _SAMPLES,
         ),
         "rollouts": channel(
             _KEYS.rollouts,
@@ -112,7 +113,7 @@ def _operations() -> Object:
         }
 
     published, announced = _names(_PUBLISHED), _names(ANNOUNCEMENT_TYPES)
-    samples, requests = [Experience.__name__], [RolloutRequest.__name__]
+    samples, requests = _SAMPLES, [RolloutRequest.__name__]
     roles = dict.fromkeys(SENT_BY[event] for event in _PUBLISHED)
     operations = {
         f"{role}SendsEvents": operation(
@@ -153,7 +154,7 @@ def _messages() -> Object:
         event.__name__: message(event_tag(event), event.__doc__, _in_envelope(event))
         for event in EVENT_TYPES
     }
-    for message_type in (Experience, RolloutRequest):
+    for message_type in (Experience, ExperienceReference, RolloutRequest):
         name = message_type.__name__
         messages[name] = message(name, message_type.__doc__, {"$ref": _SCHEMAS + name})
     # Its bytes are those of the sender and need not be MessagePack.

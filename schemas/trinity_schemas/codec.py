@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -19,7 +20,15 @@ from .errors import (
 from .events import EVENT_TYPES, RewardErrorReported, event_tag
 from .identity import Epoch, Name, Producer, RunId
 from .manifest import CheckedEntries, EncodedManifest, TensorEntry, WeightManifest
-from .rollouts import Attempts, Experience, Ordinal, RolloutRequest
+from .rollouts import (
+    NO_PROMPT,
+    Attempts,
+    Experience,
+    ExperienceReference,
+    Ordinal,
+    RolloutRequest,
+    Turn,
+)
 
 MAX_EVENT_BYTES = 4 << 20
 """Bytes of an envelope, a request or an experience; larger ones are refused."""
@@ -94,6 +103,8 @@ _manifests = msgspec.msgpack.Decoder(EncodedManifest)
 _entries = msgspec.msgpack.Decoder(tuple[TensorEntry, ...])
 _requests = msgspec.msgpack.Decoder(RolloutRequest)
 _experiences = msgspec.msgpack.Decoder(Experience)
+_references = msgspec.msgpack.Decoder(ExperienceReference)
+_turns = msgspec.msgpack.Decoder(list[Annotated[list[Turn], msgspec.Meta(min_length=2)]])
 _reward_errors = msgspec.msgpack.Decoder(RewardErrorReported)
 _experience_senders = msgspec.msgpack.Decoder(ExperienceSender)
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -169,11 +180,50 @@ def decode_request(payload: bytes) -> RolloutRequest:
 
 def decode_experience(payload: bytes) -> Experience:
     """Decode one sample of a group. Raises :class:`ExperienceUnreadable`."""
+    return _decode_sample(_experiences, payload, "an experience")
+
+
+def decode_reference(payload: bytes) -> ExperienceReference:
+    """Decode a reference to one sample of a group. Raises :class:`ExperienceUnreadable`."""
+    return _decode_sample(_references, payload, "a reference to an experience")
+
+
+def encode_turns(group: Items[Experience]) -> bytes:
+    """Encode the turns of all samples of a group as one payload, with a shared prompt once.
+
+    Raises:
+        ContractError: A turn holds a tensor in place of a number.
+    """
+    prompt = group[0].turns[0]
+    turns = [
+        [NO_PROMPT, *sample.turns[1:]] if index and sample.turns[0] == prompt else sample.turns
+        for index, sample in enumerate(group)
+    ]
+    return _encoded(turns, "turns")
+
+
+def decode_turns(
+    payload: bytes | memoryview, references: Items[ExperienceReference]
+) -> list[Experience]:
+    """Decode the turns of all samples of a group, and return the samples.
+
+    Raises:
+        ContractError: The payload is none, or its turns are not those of the references.
+    """
+    expected = f"the turns of {len(references)} samples"
     try:
-        return _decode(_experiences, payload, MAX_EVENT_BYTES, "an experience")
-    except ContractError as error:
-        sender = _experience_sender(payload)
-        raise ExperienceUnreadable(str(error), sender) from _contradiction(error)
+        turns = _turns.decode(payload)
+        if len(turns) != len(references):
+            raise MessageUndecodable(expected, f"they are those of {len(turns)}")
+        first = turns[0][:1]
+        return [
+            reference.with_turns(
+                [*first, *of_sample[1:]] if index and not of_sample[0].tokens else of_sample
+            )
+            for index, (reference, of_sample) in enumerate(zip(references, turns, strict=True))
+        ]
+    except (*UNREADABLE, ValueError) as error:
+        raise MessageUndecodable(expected, str(error)) from _contradiction(error)
 
 
 def decode_reward_error(payload: bytes) -> RewardErrorReported:
@@ -203,6 +253,14 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes, limit: int, exp
         return decoder.decode(payload)
     except UNREADABLE as error:
         raise MessageUndecodable(expected, str(error)) from _contradiction(error)
+
+
+def _decode_sample(decoder: msgspec.msgpack.Decoder[T], payload: bytes, expected: str) -> T:
+    try:
+        return _decode(decoder, payload, MAX_EVENT_BYTES, expected)
+    except ContractError as error:
+        sender = _experience_sender(payload)
+        raise ExperienceUnreadable(str(error), sender) from _contradiction(error)
 
 
 def _contradiction(error: BaseException) -> StructuredError | None:

@@ -212,7 +212,7 @@ class ExperienceContradiction(StructuredError, ValueError):
         samples: Samples of its group.
     """
 
-    fault: Literal["sample", "prompt", "policy", "logprobs", "versions"]
+    fault: Literal["sample", "prompt", "policy", "logprobs", "versions", "reference"]
     sample: int
     samples: int
     texts: ClassVar = {
@@ -222,6 +222,7 @@ class ExperienceContradiction(StructuredError, ValueError):
         "policy": "at least one turn must be the policy's",
         "logprobs": "every token of the policy, and no other, needs a log-probability",
         "versions": "every token of the policy, and no other, needs a version",
+        "reference": "sample {sample} has other tokens or versions than its reference says",
     }
 
 

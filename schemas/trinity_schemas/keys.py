@@ -85,3 +85,9 @@ def leases_key(run_id: str, epoch: int, step: int, rank: int) -> str:
 def meeting_key(run_id: str) -> str:
     """Return the key at which a trainer publishes the rendezvous of its collective group."""
     return f"trinity-weights:{{{check_run_id(run_id)}}}:meeting"
+
+
+def payload_key(run_id: str, name: str) -> str:
+    """Return the key of the payload of an answer, on the server of the weights."""
+    # The tag is the payload, not the run: a cluster may spread the payloads of a run.
+    return f"trinity-weights:{{{check_run_id(run_id)}.{name}}}:payload"

@@ -165,12 +165,8 @@ NO_PROMPT = Turn(role="prompt", tokens=[])
 """Prompt of a sample that shares that of the first sample of its answer."""
 
 
-class Experience(Struct, frozen=True, kw_only=True):
-    """One sample of a group: an episode, its reward, and the version of each sampled token.
-
-    An episode begins with a turn of the prompt, and has at least one turn of the policy. Turns of
-    the environment (results of tools) have no log-probabilities.
-    """
+class ExperienceHeader(Struct, frozen=True, kw_only=True):
+    """One sample of a group without its tokens: its request, its reward, and what it is of."""
 
     run_id: RunId
     epoch: Epoch
@@ -179,18 +175,10 @@ class Experience(Struct, frozen=True, kw_only=True):
     sample: Annotated[int, Meta(ge=0, description="Index of the sample in its group.")]
     samples: Samples
     explorer: Annotated[Name, Meta(description="Name of the explorer that made it.")]
-    turns: Annotated[list[Turn], Meta(min_length=2, description="Turns of the episode, in order.")]
     reward: Annotated[float, Meta(description="Reward to learn from.")]
     reward_parts: Annotated[
         dict[str, float], Meta(description="Named parts of the reward, and scores to show.")
     ] = {}
-    shares_prompt: Annotated[
-        bool,
-        Meta(
-            description="True if the turn of the prompt is that of sample 0 of the same answer, "
-            "and is empty here."
-        ),
-    ] = False
     finished: Annotated[
         bool, Meta(description="False if the last turn met its limit of tokens.")
     ] = True
@@ -221,6 +209,41 @@ class Experience(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.sample >= self.samples:
             raise ExperienceContradiction("sample", self.sample, self.samples)
+
+    @property
+    def token_count(self) -> int:
+        """Number of tokens of the prompt and all turns."""
+        raise NotImplementedError
+
+    @property
+    def version_tokens(self) -> dict[StepRef, int]:
+        """Number of sampled tokens of each weight version, from the oldest version on."""
+        raise NotImplementedError
+
+    @property
+    def oldest_version(self) -> StepRef:
+        """Return the oldest weight version that sampled one of its tokens."""
+        return min(self.version_tokens)
+
+
+class Experience(ExperienceHeader, frozen=True, kw_only=True):
+    """One sample of a group: an episode, its reward, and the version of each sampled token.
+
+    An episode begins with a turn of the prompt, and has at least one turn of the policy. Turns of
+    the environment (results of tools) have no log-probabilities.
+    """
+
+    turns: Annotated[list[Turn], Meta(min_length=2, description="Turns of the episode, in order.")]
+    shares_prompt: Annotated[
+        bool,
+        Meta(
+            description="True if the turn of the prompt is that of sample 0 of the same answer, "
+            "and is empty here."
+        ),
+    ] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         prompt = self.turns[0]
         has_prompt = len(prompt.tokens) > 0
         if prompt.role != "prompt" or has_prompt is self.shares_prompt:
@@ -243,9 +266,99 @@ class Experience(Struct, frozen=True, kw_only=True):
         return replace(self, turns=[first.turns[0], *self.turns[1:]], shares_prompt=False)
 
     @property
-    def oldest_version(self) -> StepRef:
-        """Return the oldest weight version that sampled one of its tokens."""
-        return min(version for turn in self.turns for version, _ in turn.versions)
+    def token_count(self) -> int:
+        """Number of tokens of the prompt and all turns."""
+        return sum(len(turn.tokens) for turn in self.turns)
+
+    @property
+    def version_tokens(self) -> dict[StepRef, int]:
+        """Number of sampled tokens of each weight version, from the oldest version on."""
+        counts: dict[StepRef, int] = {}
+        for turn in self.turns:
+            for version, count in turn.versions:
+                counts[version] = counts.get(version, 0) + count
+        return dict(sorted(counts.items()))
+
+
+class PayloadAddress(Struct, frozen=True, kw_only=True):
+    """Place of the tokens of an answer: those of all its samples, which are one payload."""
+
+    transport: Annotated[
+        Literal["redis", "shm"],
+        Meta(description="Medium: the server of the weights, or shared memory of the host."),
+    ]
+    name: Annotated[
+        str,
+        Meta(pattern="^[0-9a-f]{32}$", description="Random name, which is unique in the run."),
+    ]
+    size: Annotated[int, Meta(ge=1, le=2**29, description="Number of its bytes.")]
+    digest: Annotated[Digest, Meta(description="Digest of its bytes.")]
+
+
+class ExperienceReference(ExperienceHeader, frozen=True, kw_only=True):
+    """One sample of a group whose tokens lie elsewhere: all that is needed to dispatch it.
+
+    The lengths and versions are those of its payload, so that staleness and balance need none.
+    """
+
+    payload: Annotated[PayloadAddress, Meta(description="Place of the turns of its group.")]
+    tokens: Annotated[int, Meta(ge=2, le=2**31, description="Tokens of the prompt and all turns.")]
+    versions: Annotated[
+        list[tuple[StepRef, Annotated[int, Meta(ge=1, le=2**31)]]],
+        Meta(
+            min_length=1,
+            max_length=1024,
+            description="Weight versions that sampled its tokens, from the oldest on, each with "
+            "its number of tokens.",
+        ),
+    ]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        versions = [version for version, _ in self.versions]
+        sampled = sum(count for _, count in self.versions)
+        # A prompt has at least one token, which no version sampled.
+        if sampled >= self.tokens or versions != sorted(set(versions)):
+            raise ExperienceContradiction("versions", self.sample, self.samples)
+
+    @property
+    def token_count(self) -> int:
+        """Number of tokens of the prompt and all turns."""
+        return self.tokens
+
+    @property
+    def version_tokens(self) -> dict[StepRef, int]:
+        """Number of sampled tokens of each weight version, from the oldest version on."""
+        return dict(self.versions)
+
+    def with_turns(self, turns: list[Turn]) -> Experience:
+        """Return the sample with its turns.
+
+        Raises:
+            ExperienceContradiction: The turns are no episode, or have other tokens or versions than
+                the reference.
+        """
+        experience = Experience(
+            **{name: getattr(self, name) for name in ExperienceHeader.__struct_fields__},
+            turns=turns,
+        )
+        lengths = experience.token_count, [*experience.version_tokens.items()]
+        if lengths != (self.tokens, self.versions):
+            raise ExperienceContradiction("reference", self.sample, self.samples)
+        return experience
+
+
+def refer(group: Sequence[Experience], payload: PayloadAddress) -> list[ExperienceReference]:
+    """Return references to samples whose turns are in a payload."""
+    return [
+        ExperienceReference(
+            **{name: getattr(sample, name) for name in ExperienceHeader.__struct_fields__},
+            payload=payload,
+            tokens=sample.token_count,
+            versions=[*sample.version_tokens.items()],
+        )
+        for sample in group
+    ]
 
 
 def share_prompts(group: Sequence[Experience]) -> list[Experience]:

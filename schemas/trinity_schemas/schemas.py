@@ -10,7 +10,7 @@ import msgspec
 from .envelope import Envelope
 from .events import EVENT_TYPES, event_tag
 from .manifest import WeightManifest
-from .rollouts import Experience, RolloutRequest
+from .rollouts import Experience, ExperienceReference, RolloutRequest
 
 Schema = dict[str, Any]
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -21,12 +21,13 @@ def json_schemas() -> dict[str, Schema]:
     types = {"envelope": Envelope} | {event_tag(event): event for event in EVENT_TYPES}
     types |= {"weight-manifest": WeightManifest}
     types |= {"rollout-request": RolloutRequest, "experience": Experience}
+    types |= {"experience-reference": ExperienceReference}
     return {name: {"$schema": DIALECT} | tidy(msgspec.json.schema(t)) for name, t in types.items()}
 
 
 def components(ref_template: str, *others: type) -> dict[str, Schema]:
     """Return the schemas of all messages by struct name; they refer to each other by template."""
-    types = [Envelope, RolloutRequest, Experience, *EVENT_TYPES, *others]
+    types = [Envelope, RolloutRequest, Experience, ExperienceReference, *EVENT_TYPES, *others]
     _, schemas = msgspec.json.schema_components(types, ref_template=ref_template)
     return {name: tidy(schema) for name, schema in schemas.items()}
 

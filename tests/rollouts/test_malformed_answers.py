@@ -56,10 +56,10 @@ def explorers_of(groups):
     return {sample.explorer for group in groups for sample in group.experiences}
 
 
-async def send(parts, claim, payloads, keys=None):
+async def send(parts, claim, payloads, keys=None, field="e"):
     """Answer a claim with any payloads, as an explorer may."""
     streams = RolloutStreams(parts.client, parts.run_id, parts.publisher.epoch, keys=keys)
-    row = [streams.group, claim.entry_id, len(payloads), *payloads]
+    row = [streams.group, claim.entry_id, len(payloads), field, *payloads]
     assert await streams.write(Deadline(PATIENCE, "not sent"), "answer", *row) == [1]
 
 

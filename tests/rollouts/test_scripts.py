@@ -17,7 +17,7 @@ ARGUMENTS = {
     "issue": lambda claim, _: [claim.entry_id, 0, "1-99", b"request", "", 0, "1-100", b"request"],
     "renew": lambda claim, _: ["a", claim.entry_id],
     "leave": lambda *_: [0, ""],
-    "answer": lambda claim, _: [claim.entry_id, 2, *map(encode, samples_of(claim))],
+    "answer": lambda claim, _: [claim.entry_id, 2, "e", *map(encode, samples_of(claim))],
     "fail": lambda claim, _: [claim.entry_id, "reason", "a"],
     "free": lambda _, answered: [answered.decode()],
     "mend": lambda _, answered: [answered.decode()],

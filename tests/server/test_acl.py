@@ -55,6 +55,7 @@ from trinity_schemas import (
     chunk_key,
     encode,
     explorer_key,
+    payload_key,
 )
 
 pytestmark = pytest.mark.server
@@ -529,3 +530,22 @@ def test_the_trainer_says_where_a_collective_group_meets_and_explorers_find_it(s
         Rendezvous(client, RUN).find(ORIGIN, 1)
     with connect_sync(url_of(server, "trainer")) as client:
         Rendezvous(client, RUN).withdraw(info)
+
+
+def test_an_explorer_writes_payloads_and_the_trainer_alone_deletes_them(server):
+    key, chunk = payload_key(RUN, "0" * 32), chunk_key(RUN, 1, 1, 0, 0)
+    with (
+        open_client(url_of(server, "explorer")) as explorer,
+        open_client(url_of(server, "trainer")) as trainer,
+    ):
+        assert explorer.set(key, b"tokens", px=60_000)
+        for refused in (
+            lambda: explorer.unlink(key),
+            lambda: explorer.pexpire(key, 1),
+            lambda: explorer.set(chunk, b"forged"),
+        ):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                refused()
+        assert trainer.getrange(key, 0, 5) == b"tokens"
+        assert trainer.pexpire(key, 1000)
+        assert trainer.unlink(key) == 1

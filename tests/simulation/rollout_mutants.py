@@ -71,8 +71,40 @@ MUTANTS = (
         (
             DispatchState,
             "take",
-            "del self.open_requests[group.ordinal], self.arrived",
-            "self.arrived",
+            "request = self.open_requests.pop(group.ordinal)",
+            "request = self.open_requests[group.ordinal]",
+        ),
+    ),
+    _mutant(
+        "a payload is deleted when its group is taken",
+        40,
+        (
+            RolloutDispatcher,
+            "_take",
+            "return groups",
+            "return self._payloads and await self._payloads.free("
+            "[group.payload for group in groups]) or groups",
+        ),
+    ),
+    _mutant(
+        "a payload is deleted before its answer is fenced",
+        400,
+        (
+            RolloutDispatcher,
+            "_free",
+            "while self._useless:",
+            "self._payloads and await self._streams.retry(wait, lambda: "
+            "self._payloads.free(self._useless_payloads))\n    while self._useless:",
+        ),
+    ),
+    _mutant(
+        "an ordinal whose payload is gone is forgotten",
+        40,
+        (
+            RolloutDispatcher,
+            "return_groups",
+            "self._refuse(by_ordinal[ordinal], PAYLOAD_LOST)",
+            "self._state.refuse(ordinal); del self._state.open_requests[ordinal]",
         ),
     ),
     _mutant(

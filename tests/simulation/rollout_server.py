@@ -157,8 +157,8 @@ class RolloutServer:
     def _answer(self, group: bytes, *rows: bytes) -> list[int]:
         counted, at = [], 0
         while at < len(rows):
-            end = at + 2 + int(rows[at + 1])
-            samples = [{b"e": sample} for sample in rows[at + 2 : end]]
+            end = at + 3 + int(rows[at + 1])
+            samples = [{rows[at + 2]: sample} for sample in rows[at + 3 : end]]
             counted.append(self._end_claim(group, rows[at], samples))
             at = end
         return counted

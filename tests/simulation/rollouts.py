@@ -2,7 +2,8 @@
 
 Only the server is a model (``rollout_server.py``), and the clock jumps. Trainers and explorers die
 at any call, before or after the server has done it, or stand still there and wake up later.
-Explorers answer twice, late, malformed, or never; connections break, and the streams vanish.
+Explorers answer twice, late, malformed, or never; connections break, and the streams vanish. In
+half of the runs the tokens of answers are payloads in a store, which may vanish too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf, isfinite
 from random import Random
 from typing import Any
@@ -21,6 +23,7 @@ from msgspec import structs
 
 from tests.simulation import clock
 from tests.simulation.rollout_server import RolloutClientOfServer, RolloutServer
+from tests.support.payloads import MemoryPayloads
 from tests.support.rollout_histories import RUN, Count, count_raw
 from tests.support.rollout_parts import reward_error_of, samples_of, settings
 from trinity_events.analysis.audit import Auditor, LineageBooks
@@ -31,6 +34,8 @@ from trinity_events.errors import PublishError, StaleEpoch
 from trinity_events.log import AsyncPublisher, Entry, MemoryEventLog
 from trinity_events.log.publishing.async_publisher import opening_envelope
 from trinity_events.rollouts import AnswerGroup, Claim, RolloutClient, RolloutDispatcher
+from trinity_events.rollouts.dispatcher import always
+from trinity_events.rollouts.payloads import PayloadFault, load_group
 from trinity_events.system.error_text import ungrouped
 from trinity_schemas import (
     LedgerRestored,
@@ -125,6 +130,34 @@ class Life:
         """Return a client of the server."""
         return RolloutClientOfServer(self._world.server, RUN, self.call)
 
+    def payloads(self) -> Any:
+        """Return the store of payloads; None if the run has none."""
+        return MortalPayloads(self._world.payloads, self) if self._world.has_payloads else None
+
+
+class MortalPayloads:
+    """Store of payloads as a process has it that may die."""
+
+    transport = "redis"
+
+    def __init__(self, store: MemoryPayloads, life: Life) -> None:
+        self._store, self._life = store, life
+
+    async def write(self, payloads: Any) -> None:
+        """Write payloads."""
+        await self._life.call("payload-write", lambda: self._store.write(payloads))
+
+    async def renew(self, names: Any, seconds: float) -> set[str]:
+        """Renew leases."""
+        there: set[str] = await self._life.call(
+            "payload-renew", lambda: self._store.renew(names, seconds)
+        )
+        return there
+
+    async def free(self, names: Any) -> None:
+        """Delete payloads."""
+        await self._life.call("payload-free", lambda: self._store.free(names))
+
 
 class MortalLog:
     """Log as a process has it that may die."""
@@ -151,6 +184,8 @@ class World:
     """Number of processes that ended at a call: who, which call, before or after."""
     discarded: int = 0
     woken: int = 0
+    returned: int = 0
+    """Number of steps whose groups were returned, as payloads were gone."""
     stale: int = 0
     """Number of trainers and explorers that were told of a newer epoch."""
     wrong: list[str] = field(default_factory=list)
@@ -170,6 +205,9 @@ class World:
         now = anyio.current_time
         self.log = MemoryEventLog(RUN, clock=lambda: clock.BEGINNING + now(), timer=now)
         self.server = RolloutServer(self.log.epoch_now, now)
+        self.payloads = MemoryPayloads(now)
+        self._losses = Random(f"payloads of {self.seed}")
+        self.has_payloads = self._losses.random() < 0.5
         self.saved: list[Checkpoint] = []
         self.standing: set[StepRef] = set()
         self.given = {
@@ -188,6 +226,8 @@ class World:
                 for name in EXPLORERS:
                     tasks.start_soon(self._explore, name)
                 tasks.start_soon(self._disturb)
+                if self.has_payloads and self._losses.random() < 0.5:
+                    tasks.start_soon(self._lose_payloads)
                 for _ in range(self.random.randrange(1, 5)):
                     await self._trainer(tasks, self._fate(60))
                 while self.ledger is None:  # An old one may wake up, and open the newest epoch.
@@ -209,6 +249,12 @@ class World:
             if self.random.random() < 0.3:
                 self.server.vanish()
             self.server.restart()
+
+    async def _lose_payloads(self) -> None:
+        """Let all payloads vanish, now and then."""
+        while True:
+            await anyio.sleep(self._losses.uniform(1, 40))
+            self.payloads.vanish()
 
     # --- trainers ------------------------------------------------------------------------------
 
@@ -232,7 +278,12 @@ class World:
             mortal = self.random.random() < 0.7
             life = Life(self, f"explorer-{name}", self._fate(60) if mortal else None)
             explorer = RolloutClient(
-                life.client(), RUN, max(self.log.epoch_now(), 1), name, lease=LEASE
+                life.client(),
+                RUN,
+                max(self.log.epoch_now(), 1),
+                name,
+                lease=LEASE,
+                payloads=life.payloads(),
             )
             try:
                 await self._live(explorer)
@@ -301,13 +352,42 @@ class TrainerLife:
         while self.step < last or self.life._fate is not None:
             behind = self.random.randrange(3)
             await dispatcher.dispatch(self.random.randrange(PER_STEP + 3), self._version(behind))
-            groups = await dispatcher.take(PER_STEP, deadline=PATIENCE, usable=self._judge)
+            groups = await self._take(dispatcher, PER_STEP, self._judge)
             self._save(dispatcher)
             await anyio.sleep(self.random.choice([0.0, 0.0, 2 * LEASE]))
             await self._train(dispatcher, groups)
         while dispatcher.ledger.open_count:
-            await self._train(dispatcher, await dispatcher.take(1, deadline=PATIENCE))
+            await self._train(dispatcher, await self._take(dispatcher, 1))
         self.world.model, self.world.ledger = self.model, dispatcher.ledger
+
+    async def _take(
+        self, dispatcher: RolloutDispatcher, count: int, usable: Any = always
+    ) -> list[AnswerGroup]:
+        """Return the groups of a step, whose payloads its ranks have loaded."""
+        while True:
+            groups = await dispatcher.take(count, deadline=PATIENCE, usable=usable)
+            faults = await self.life.call("load", partial(self._load, groups), faults=False)
+            if not faults:
+                return groups
+            self.world.returned += 1
+            await dispatcher.return_groups(groups, faults)
+
+    async def _load(self, groups: list[AnswerGroup]) -> list[PayloadFault]:
+        world, faults = self.world, []
+        for group in groups:
+            if group.payload is None:
+                continue
+            references: Any = group.experiences
+            [payload] = world.payloads.read([references[0].payload])
+            loaded = load_group(references, payload)
+            if isinstance(loaded, PayloadFault):
+                faults.append(loaded)
+                newest = self.epoch == world.log.epoch_now()
+                if loaded.kind != "missing" or (
+                    newest and group.payload not in world.payloads.lost
+                ):
+                    world.wrong.append(f"deleted before its fate: {loaded}")
+        return faults
 
     async def _resume(self) -> RolloutDispatcher:
         world = self.world
@@ -331,7 +411,12 @@ class TrainerLife:
             ledger = Ledger.restored(checkpoint.ledger)
         dispatch = settings(RUN, self.epoch, window=self.random.choice([2, 5, 9]), **world.given)
         dispatcher = RolloutDispatcher(
-            self.life.client(), publisher, dispatch, ledger, deadline=PATIENCE
+            self.life.client(),
+            publisher,
+            dispatch,
+            ledger,
+            deadline=PATIENCE,
+            payloads=self.life.payloads(),
         )
         await dispatcher.start()
         return dispatcher

@@ -106,7 +106,7 @@ class Both:
         withdraw, idle = random.random() < 0.5, random.choice([0, LONG])
         written = {
             "issue": self.rows() if name == "issue" else [],
-            "answer": [ids[0], 2, b"x", b"y", ids[-1], 1, b"z"],
+            "answer": [ids[0], 2, "e", b"x", b"y", ids[-1], 1, "r", b"z"],
             "fail": [request, "reason", "a", *random.choice([[], ["error"]])],
             "renew": [member, *ids],
             "leave": [idle, random.choice(["", member])],

@@ -16,7 +16,8 @@ SEEDS = 1000
 PARTS = 10
 BOUNDARIES = {
     **dict.fromkeys(("append", "issue", "look", "xread", "free", "begin"), "trainer"),
-    **dict.fromkeys(("claim", "answer", "renew"), "explorer"),
+    **dict.fromkeys(("load", "payload-free"), "trainer"),
+    **dict.fromkeys(("claim", "answer", "renew", "payload-write"), "explorer"),
 }
 """Calls to the server, and the process that makes each."""
 
@@ -40,9 +41,10 @@ def test_processes_end_before_and_after_each_call_and_old_ones_wake_up():
         assert ends[process, call, "after"], f"no {process} ended after {call}"
     assert sum(world.woken for world in worlds) > 50
     assert sum(world.discarded for world in worlds) > 50
+    assert sum(world.returned for world in worlds) > 5
     books = [audited(world)[0] for world in worlds]
     reasons = {why for lineage in books for why in lineage.recomputed}
-    assert reasons >= {"resumed", "stale", "failed", "lapsed", "lost"}
+    assert reasons >= {"resumed", "stale", "failed", "lapsed", "lost", "payload-lost"}
     reasons = {why for lineage in books for why in lineage.dropped}
     assert reasons == {"filtered", "attempts", REWARD_FAILED}
     assert sum(lineage.discarded_steps for lineage in books) > 50

@@ -10,6 +10,7 @@ from typing import Any
 from tests.support.event_samples import SAMPLES
 from trinity_events.diagnostics.stacks import RunProcess
 from trinity_events.errors import DeadlineExceeded
+from trinity_events.rollouts.payloads import PayloadFault
 from trinity_events.weights.slices import CoverageFault
 from trinity_schemas import ExplorerExcluded, Producer, RewardErrorReported, StepRef
 from trinity_schemas.events import SettingChange
@@ -232,6 +233,10 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "with sample 0",
         ),
         ({"fault": "policy", "sample": 0, "samples": 2}, "at least one turn must be the policy's"),
+        (
+            {"fault": "reference", "sample": 1, "samples": 2},
+            "sample 1 has other tokens or versions than its reference says",
+        ),
         (
             {"fault": "logprobs", "sample": 0, "samples": 2},
             "every token of the policy, and no other, needs a log-probability",
@@ -1120,6 +1125,17 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
                 "reason": "Address already in use",
             },
             "the dashboard cannot listen at 127.0.0.1 port 8000 (Address already in use): name another with --host and --port, where port 0 takes any free one",
+        ),
+    ],
+    "PayloadsUnusable": [
+        (
+            {
+                "faults": (
+                    PayloadFault(3, "missing", "its payload 0a is gone"),
+                    PayloadFault(4, "malformed", "sample 1: a log-probability is 2, above 0"),
+                )
+            },
+            "the tokens of 2 groups cannot be used: ordinal 3: its payload 0a is gone; ordinal 4: sample 1: a log-probability is 2, above 0; they are generated again. If it repeats, see whether all ranks and explorers reach the server of the weights (--weights-redis-url) or share /dev/shm, and whether that server evicts keys (maxmemory-policy)",
         ),
     ],
     "RolloutsFailed": [

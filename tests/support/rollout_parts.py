@@ -73,9 +73,12 @@ class Parts:
         self.client, self.publisher, self.run_id = client, publisher, run_id
         self.version = StepRef(publisher.epoch, 0)
 
-    async def dispatcher(self, ledger=None, **changes) -> RolloutDispatcher:
+    async def dispatcher(
+        self, ledger=None, *, payloads=None, sampling_tokens=4, **changes
+    ) -> RolloutDispatcher:
+        changes = {"sampling": Sampling(max_new_tokens=sampling_tokens), **changes}
         dispatch = settings(self.run_id, self.publisher.epoch, **changes)
-        made = RolloutDispatcher(self.client, self.publisher, dispatch, ledger)
+        made = RolloutDispatcher(self.client, self.publisher, dispatch, ledger, payloads=payloads)
         await made.start()
         return made
 

@@ -17,12 +17,13 @@ from typing import NamedTuple
 from trinity_schemas import (
     ContractError,
     Experience,
+    ExperienceReference,
     ExperienceSender,
     ExperienceUnreadable,
     RewardErrorReported,
     decode_reward_error,
 )
-from trinity_schemas.codec import decode_experience
+from trinity_schemas.codec import decode_experience, decode_reference
 from trinity_schemas.identity import LONGEST_NAME
 
 from ..log.position import LAST_ID, ORIGIN, is_from_a_clock, position
@@ -37,12 +38,19 @@ logger = logging.getLogger(__name__)
 
 
 class Sample(NamedTuple):
-    """Experience that an explorer sent; its content is not checked."""
+    """Experience that an explorer sent, or a reference to one; its content is not checked."""
 
     entry_id: str
-    experience: Experience
+    experience: Experience | ExperienceReference
     size: int
     """Bytes of its message."""
+
+    @property
+    def payload(self) -> str | None:
+        """Name of the payload of its group; None for a sample that has its tokens."""
+        if isinstance(self.experience, ExperienceReference):
+            return self.experience.payload.name
+        return None
 
 
 class Failed(NamedTuple):
@@ -151,9 +159,10 @@ class AnswerReader:
         # The script that reads leaves out the content of an entry above the limit.
         if (size := fields.get(b"large")) is not None:
             return Unreadable(entry_id, f"it has {size.decode()} bytes")
-        payload = fields.get(b"e", b"")
+        payload = fields.get(b"r") or fields.get(b"e", b"")
+        decode = decode_reference if b"r" in fields else decode_experience
         try:
-            experience = decode_experience(payload)
+            experience = decode(payload)
         except ExperienceUnreadable as error:
             # A message whose names are readable still counts against its explorer.
             return Unreadable(entry_id, str(error), error.sender)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -15,10 +16,13 @@ from msgspec import Struct
 from trinity_schemas import (
     ContractError,
     Experience,
+    PayloadAddress,
     RewardErrorReported,
     RolloutRequest,
     RunKeys,
     encode,
+    encode_turns,
+    refer,
     share_prompts,
 )
 from trinity_schemas.codec import decode_request
@@ -26,6 +30,7 @@ from trinity_schemas.codec import decode_request
 from ..errors import DeadlineExceeded, StaleEpoch, TrinityError
 from ..server import Deadline
 from ..system.error_text import ungrouped
+from .payloads.base import PayloadStore, digest_payload
 from .streams import (
     EXCLUDED,
     LONGEST_BLOCK,
@@ -86,6 +91,7 @@ class RolloutClient:
         lease: Seconds after which a claim that is not renewed lapses, as the dispatcher has it.
         deadline: Seconds for which a call waits for a server that is away.
         keys: Keys with the streams; by default those of the run's rollouts.
+        payloads: Store of the tokens of answers; None sends them through the stream itself.
     """
 
     def __init__(
@@ -98,7 +104,9 @@ class RolloutClient:
         lease: float,
         deadline: float = 300.0,
         keys: RunKeys | None = None,
+        payloads: PayloadStore | None = None,
     ) -> None:
+        self._payloads = payloads
         self.name = name
         self.discarded = 0
         """Answers that came after another attempt had taken their place."""
@@ -177,17 +185,51 @@ class RolloutClient:
         """
         if not answers:
             return []
-        rows: list[object] = []
         for claim, experiences in answers:
             _check_samples(claim.request, experiences)
-            # The prompt travels once for a group: it is most of an answer with few sampled tokens.
-            rows += [claim.entry_id, len(experiences), *map(encode, share_prompts(experiences))]
+        addresses = await self._write_payloads(answers)
+        rows: list[object] = []
+        for (claim, experiences), address in zip(answers, addresses, strict=True):
+            rows += [claim.entry_id, len(experiences)]
+            if address is not None:
+                rows += ["r", *map(encode, refer(experiences, address))]
+            else:
+                # The prompt travels once for a group: it may be most of an answer.
+                rows += ["e", *map(encode, share_prompts(experiences))]
         # One script acknowledges and adds, so the first of two answers counts (decision 21).
         counted = [bool(reply) for reply in await self._write("answer", *rows)]
         # After the reply: an answer that failed leaves its claim to be answered again.
         self._unanswered_ids.difference_update(claim.entry_id for claim, _ in answers)
         self.discarded += counted.count(False)
         return counted
+
+    async def _write_payloads(
+        self, answers: Sequence[tuple[Claim, Sequence[Experience]]]
+    ) -> Sequence[PayloadAddress | None]:
+        """Write the tokens of answers, before the script of their answer; return where they lie."""
+        if (store := self._payloads) is None:
+            return [None] * len(answers)
+        payloads, addresses = {}, []
+        for _, experiences in answers:
+            # A new name for each attempt to answer: a payload that was lost on its way, or that of
+            # an earlier call, is never taken for this one.
+            name, payload = secrets.token_hex(16), encode_turns(experiences)
+            payloads[name] = payload
+            addresses.append(
+                PayloadAddress(
+                    transport=store.transport,
+                    name=name,
+                    size=len(payload),
+                    digest=digest_payload(payload),
+                )
+            )
+        wait = self._wait("the tokens of answers were not written")
+        # A death from here on leaves payloads that no entry names, and so does an answer that is
+        # discarded: their leases end. The explorer deletes none: the reply that its answer counted
+        # may be lost, and the script that is sent again says that it does not (seed 40 of the
+        # simulation).
+        await self._streams.retry(wait, lambda: store.write(payloads))
+        return addresses
 
     async def fail(
         self, claim: Claim, reason: str, error: RewardErrorReported | None = None

@@ -11,14 +11,31 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from trinity_schemas import Experience, OrdinalRange, StepRef, StepTrained
+from trinity_schemas import (
+    Experience,
+    ExperienceReference,
+    OrdinalRange,
+    StepRef,
+    StepTrained,
+)
 
 from ..core.ledger import Ledger, LedgerError, ranges
 from ..core.ordinal_ranges import format_ranges
 from .settings import DispatchSettings
-from .streams import ABORTED, EXCLUDED, MALFORMED, SUPERSEDED, UNCLAIMABLE, StreamSnapshot
+from .streams import (
+    ABORTED,
+    EXCLUDED,
+    MALFORMED,
+    PAYLOAD_LOST,
+    SUPERSEDED,
+    UNCLAIMABLE,
+    StreamSnapshot,
+)
 
-NOT_THE_EXPLORERS = ("stale", SUPERSEDED, ABORTED, "lost", MALFORMED, EXCLUDED, UNCLAIMABLE)
+NOT_THE_EXPLORERS = (
+    *("stale", SUPERSEDED, ABORTED, "lost", MALFORMED, EXCLUDED, UNCLAIMABLE),
+    PAYLOAD_LOST,
+)
 """Reasons to request again that are no failure of an attempt, and do not use up the attempts.
 
 A malformed answer counts against its explorer, which is excluded after some. If it counted against
@@ -35,14 +52,23 @@ Stands = Callable[[StepRef], bool]
 
 
 class AnswerGroup(Struct, frozen=True, kw_only=True):
-    """All samples of one ordinal, in order, with the ids of their entries."""
+    """All samples of one ordinal, in order, with the ids of their entries.
+
+    The samples are references if their explorer wrote the tokens into a payload.
+    """
 
     ordinal: int
     attempt: int
-    experiences: list[Experience]
+    experiences: Sequence[Experience | ExperienceReference]
     entry_ids: list[str]
     size: int = 0
-    """Bytes of its entries on the server."""
+    """Bytes of its entries and its payload on servers, or in shared memory."""
+
+    @property
+    def payload(self) -> str | None:
+        """Name of its payload; None if its samples have their tokens."""
+        first = self.experiences[0] if self.experiences else None
+        return first.payload.name if isinstance(first, ExperienceReference) else None
 
     @property
     def oldest_step(self) -> int:
@@ -114,6 +140,13 @@ class OpenRequest(Struct):
     """Reason for which an answer was refused that names it; a later one may still be taken."""
 
 
+class TakenGroup(NamedTuple):
+    """Group that a step has taken, with the request that it answers."""
+
+    request: OpenRequest
+    group: AnswerGroup
+
+
 class OutgoingRequest(NamedTuple):
     """Request that is to be written, in the place of an earlier one if it names one."""
 
@@ -143,7 +176,8 @@ class DispatchState:
         self.arrived: dict[int, AnswerGroup] = {}
         self.earlier_answers: dict[int, AnswerGroup] = {}
         """Answers of earlier epochs, used when their ordinal comes up."""
-        self.in_training: set[int] = set()
+        self.in_training: dict[int, TakenGroup] = {}
+        """Groups of the step in hand, whose ordinals have no fate yet."""
         self._answer_sizes: dict[int, int] = {}
         """Bytes of the answers on the server that are not trained on yet, by ordinal."""
         self._kept_sizes: dict[int, int] = {}
@@ -335,12 +369,17 @@ class DispatchState:
         self._answer_sizes[group.ordinal] = group.size
         return True
 
+    def forget_earlier(self, ordinal: int) -> AnswerGroup:
+        """Return the answer of an earlier epoch that is not to be used, and forget it."""
+        self._answer_sizes.pop(ordinal, None)
+        return self.earlier_answers.pop(ordinal)
+
     def refuse(self, ordinal: int) -> AnswerGroup:
         """Return the answer of an ordinal that is not to be used, and forget it."""
         self._answer_sizes.pop(ordinal, None)
         return self.arrived.pop(ordinal)
 
-    def give_back(self, number: int, reason: str) -> None:
+    def set_refusal(self, number: int, reason: str) -> None:
         """Record the reason for which an explorer gave a request back; no attempt failed."""
         for open_request in self.open_requests.values():
             if open_request.number == number:
@@ -418,10 +457,25 @@ class DispatchState:
         for group in groups:
             # Open no more, but without a fate until its step is in the log: in_training holds it
             # between.
-            del self.open_requests[group.ordinal], self.arrived[group.ordinal]
-            self.in_training.add(group.ordinal)
+            request = self.open_requests.pop(group.ordinal)
+            del self.arrived[group.ordinal]
+            self.in_training[group.ordinal] = TakenGroup(request, group)
         # The order of arrival would make two runs of one seed differ.
         return sorted(groups, key=lambda group: group.ordinal)
+
+    def give_back(self, ordinals: Iterable[int]) -> None:
+        """Return taken groups to those that arrived, as the step was not taken."""
+        for ordinal in ordinals:
+            request, group = self.in_training.pop(ordinal)
+            self.open_requests[ordinal] = request
+            self.arrived[ordinal] = group
+        # Ascending, as the lowest ordinals are those of the next step.
+        self.open_requests = dict(sorted(self.open_requests.items()))
+
+    def find_held_groups(self) -> list[AnswerGroup]:
+        """Return the groups that may be trained on: that arrived, or that the step in hand has."""
+        training = (entry.group for entry in self.in_training.values())
+        return [*self.arrived.values(), *self.earlier_answers.values(), *training]
 
     def missing(self, count: int, now: float) -> list[HeldRequest]:
         """Return the requests without an answer that a step of ``count`` groups waits for."""
@@ -499,9 +553,7 @@ class DispatchState:
             LedgerError: A group was not taken from this dispatcher, or was trained already.
         """
         # Invariant 1, checked before the event: a fate in the log cannot be taken back.
-        strange = sorted(set(ordinals) - self.in_training)
-        if strange or len(set(ordinals)) != len(ordinals):
-            raise LedgerError("untaken", step, tuple(ranges(strange or sorted(ordinals))))
+        self.check_taken(step, ordinals)
         return StepTrained(
             step=step,
             trained=ranges(ordinals),
@@ -509,6 +561,12 @@ class DispatchState:
             staleness=staleness,
             metrics=metrics,
         )
+
+    def check_taken(self, step: int, ordinals: Sequence[int]) -> None:
+        """Raise LedgerError unless a step has taken ordinals, each once."""
+        strange = sorted(set(ordinals) - self.in_training.keys())
+        if strange or len(set(ordinals)) != len(ordinals):
+            raise LedgerError("untaken", step, tuple(ranges(strange or sorted(ordinals))))
 
     @property
     def dropped(self) -> dict[str, tuple[OrdinalRange, ...]]:
@@ -522,7 +580,8 @@ class DispatchState:
     def train(self, ordinals: Sequence[int], step: int = 0) -> None:
         """Give ordinals their fate, once the event of their step is in the log."""
         self.ledger.train(ordinals)
-        self.in_training.difference_update(ordinals)
+        for ordinal in ordinals:
+            self.in_training.pop(ordinal, None)
         size = sum(self._answer_sizes.pop(ordinal, 0) for ordinal in ordinals)
         # A resume from the checkpoint before needs them, so they still take memory of the server.
         if self.settings.keep_answers == "checkpoint":
@@ -538,9 +597,4 @@ class DispatchState:
 
 
 def _versions_of(group: AnswerGroup) -> set[StepRef]:
-    return {
-        version
-        for experience in group.experiences
-        for turn in experience.turns
-        for version, _ in turn.versions
-    }
+    return {version for experience in group.experiences for version in experience.version_tokens}

@@ -11,6 +11,9 @@
 5. Only failures of explorers use up the attempts of an ordinal. Requests that are lost, stale or
    superseded do not, nor malformed answers.
 6. Answers are read by one call at a time: by `take`, or by `watch_claims` while no step is taken.
+7. The payload of an answer is there until its ordinal has its final fate, and with
+   ``keep_answers="checkpoint"`` until a checkpoint covers that. It is freed after the entries that
+   name it are deleted, by the script that checks the epoch.
 """
 
 from __future__ import annotations
@@ -65,8 +68,18 @@ from .dispatch_state import (
 )
 from .exclusions import Exclusions, ExplorersExcluded, FailureStreaks
 from .inspection import AnswerInspector
+from .payloads.base import ANSWER_LEASE, CHECKPOINT_LEASE, PayloadStore
+from .payloads.loading import PayloadFault
 from .settings import DispatchSettings
-from .streams import ABORTED, EXCLUDED, LONGEST_BLOCK, SUPERSEDED, RolloutStreams
+from .streams import (
+    ABORTED,
+    EXCLUDED,
+    LONGEST_BLOCK,
+    MALFORMED,
+    PAYLOAD_LOST,
+    SUPERSEDED,
+    RolloutStreams,
+)
 
 Usable = Callable[[AnswerGroup], bool | str]
 Waiting = Callable[[list[HeldRequest], float], Awaitable[None]]
@@ -225,6 +238,7 @@ class RolloutDispatcher:
         waits: Reporter of the trainer's long waits for rollouts; by default none reports them.
         keys: Keys with the streams; by default those of the run's rollouts.
         exclusions: Excluded explorers, which the dispatchers of an epoch share; by default none.
+        payloads: Store of the tokens of answers; None if all answers have them in the stream.
 
     Attributes:
         find_overlong: Finds prompts that are too long, if set before the first dispatch. Their
@@ -233,7 +247,7 @@ class RolloutDispatcher:
 
     find_overlong: FindOverlong | None = None
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what the dispatchers of an epoch share, each by its name
         self,
         client: redis.asyncio.Redis,
         publisher: AsyncPublisher | None,
@@ -244,6 +258,7 @@ class RolloutDispatcher:
         waits: WaitReporter = NO_REPORTS,
         keys: RunKeys | None = None,
         exclusions: Exclusions | None = None,
+        payloads: PayloadStore | None = None,
     ) -> None:
         self.exclusions = Exclusions() if exclusions is None else exclusions
         self.settings = settings
@@ -264,7 +279,13 @@ class RolloutDispatcher:
             keys=keys,
         )
         self._answers = AnswerReader(self._streams)
-        self._inspector = AnswerInspector(settings, self._state, self.exclusions)
+        self._payloads = payloads
+        self._inspector = AnswerInspector(
+            settings,
+            self._state,
+            self.exclusions,
+            None if payloads is None else payloads.transport,
+        )
         self._deadline = deadline
         self._waits = waits
         # Orders the calls that publish and write; reads of answers need no lock.
@@ -282,12 +303,16 @@ class RolloutDispatcher:
         """Ordinals to request again as soon as a step is waited for."""
         self._useless: list[str] = []
         """Entries of answers that are to be freed."""
+        self._useless_payloads: set[str] = set()
+        """Payloads to free, once the entries that name them are freed."""
+        self._next_renewal = -math.inf
+        """Time from which the leases of payloads are to be renewed."""
         self._is_taking = False
         """True while a step's groups are waited for, by a call that reads answers itself."""
         self._looked_at = -math.inf
         self._next_removal = -math.inf
         """Time from which the group's idle members are to be removed."""
-        self._until_checkpoint: dict[int, list[str]] = {}
+        self._until_checkpoint: dict[int, list[AnswerGroup]] = {}
         """Answers that a resume may need, by the step that they were trained in."""
         self._failed_in_a_row = 0
         """Ordinals that were given up since the last answer."""
@@ -315,7 +340,9 @@ class RolloutDispatcher:
         keeps_answers = settings.keep_answers == "checkpoint" and not settings.discards_earlier
         # First of all: the script removes the groups of older epochs, whose explorers then claim
         # nothing more.
-        self._state.number = await self._streams.begin(wait, withdraw_answers=not keeps_answers)
+        # Answers with payloads are read before they are withdrawn, as they name what to free.
+        withdraws = not keeps_answers and self._payloads is None
+        self._state.number = await self._streams.begin(wait, withdraw_answers=withdraws)
         if not keeps_answers:
             stands = _is_never_current
         async for answers in self._answers.read_all(wait):
@@ -323,6 +350,7 @@ class RolloutDispatcher:
             stands = stands or await self._lineage(wait)
             self._inspector.add_earlier(answers, stands)
         self._inspector.end_entries()
+        await self._renew_payloads(wait)
         await self._free(wait)
 
     async def _lineage(self, wait: Deadline) -> Stands:
@@ -539,11 +567,10 @@ class RolloutDispatcher:
             # A copy of this moment: the live ledger has dispatches that this step's checkpoint may
             # lack.
             self._logged_ledger = self.ledger.to_contract(step)
-            entry_ids = [entry_id for group in groups for entry_id in group.entry_ids]
             if self.settings.keep_answers == "checkpoint":
-                self._until_checkpoint.setdefault(step, []).extend(entry_ids)
+                self._until_checkpoint.setdefault(step, []).extend(map(_without_tokens, groups))
             else:
-                self._useless += entry_ids
+                self._discard(groups)
             wait = self._wait("answers were not freed")
             if not self._useless:
                 # The log takes events of older epochs, which count for nothing. The script refuses
@@ -575,8 +602,54 @@ class RolloutDispatcher:
             for covered in [
                 trained_step for trained_step in self._until_checkpoint if trained_step <= step
             ]:
-                self._useless += self._until_checkpoint.pop(covered)
+                self._discard(self._until_checkpoint.pop(covered))
             self._state.checkpoint(step)
+            await self._free(self._wait("answers were not freed"))
+
+    async def return_groups(
+        self, groups: Sequence[AnswerGroup], faults: Sequence[PayloadFault]
+    ) -> None:
+        """Take the groups of a step back that cannot be taken, as payloads cannot be used.
+
+        The next `take` requests the ordinals of the faults again, and those of payloads that are
+        found to be gone now. It returns the other groups as they were.
+
+        Args:
+            groups: All groups of the step.
+            faults: Faults of payloads, as :class:`.PayloadsUnusable` has them.
+
+        Raises:
+            LedgerError: A group was not taken from this dispatcher, or was trained already.
+            StaleEpoch: The run has a newer epoch.
+        """
+        async with self._lock:
+            wait = self._wait("payloads were not looked for")
+            # Before anything changes (invariant 3): one outage of their medium may lose them all.
+            gone = await self._find_gone(wait, groups)
+            ordinals = [group.ordinal for group in groups]
+            self._state.check_taken((self._step or 0) + 1, ordinals)
+            self._state.give_back(ordinals)
+            by_ordinal = {group.ordinal: group for group in groups}
+            refused = {fault.ordinal: fault for fault in faults}
+            for ordinal in sorted(refused.keys() | gone):
+                fault = refused.get(ordinal)
+                self._refuse(by_ordinal[ordinal], PAYLOAD_LOST)
+                if fault is not None and fault.kind != "missing":
+                    # The explorer wrote it, and no attempt of its prompt has failed.
+                    self._inspector.refuse_payload(by_ordinal[ordinal], fault.detail)
+                    self._due[ordinal] = ReissueCandidate(ordinal, MALFORMED)
+
+    async def release(self) -> None:
+        """Free the answers that no step takes any more, unless a resume may use them.
+
+        Call it after the last step: what dispatches ahead brought would be there until its leases
+        end.
+        """
+        if self.settings.keep_answers == "checkpoint":
+            return
+        async with self._lock:
+            for group in [*self._state.arrived.values()]:
+                self._discard([self._state.refuse(group.ordinal)])
             await self._free(self._wait("answers were not freed"))
 
     def ledger_at(self, step: int) -> TrainedLedger:
@@ -792,14 +865,14 @@ class RolloutDispatcher:
                     self._failed_in_a_row = 0
                 else:
                     # An answer that came too late still takes memory of the server.
-                    self._useless += group.entry_ids
+                    self._discard([group])
 
     def _receive_failure(self, failed: Failed) -> None:
         self._useless.append(failed.entry_id)
         number = self._streams.number_of(failed.request)
         # No failure of the prompt: excluded explorers must not use up its attempts.
         if failed.reason == EXCLUDED or failed.explorer in self.exclusions:
-            self._state.give_back(number, EXCLUDED)
+            self._state.set_refusal(number, EXCLUDED)
             self._inspector.refused = True
         elif (ordinal := self._state.fail(number)) is not None:
             self._record_failure(ordinal, failed)
@@ -880,20 +953,71 @@ class RolloutDispatcher:
         return refused
 
     def _refuse(self, group: AnswerGroup, reason: str) -> None:
-        self._useless += self._state.refuse(group.ordinal).entry_ids
-        if reason == "stale":
-            self._state.count_stale()
+        self._discard([self._state.refuse(group.ordinal)])
+        if reason in ("stale", PAYLOAD_LOST):
+            if reason == "stale":
+                self._state.count_stale()
             self._due[group.ordinal] = ReissueCandidate(group.ordinal, reason)
         else:
             self._state.drop(reason, group.ordinal)
 
+    def _discard(self, groups: Iterable[AnswerGroup]) -> None:
+        """Free the entries and payloads of groups with the next call of :meth:`_free`."""
+        for group in groups:
+            self._useless += group.entry_ids
+            if group.payload is not None:
+                self._useless_payloads.add(group.payload)
+
     async def _free(self, wait: Deadline) -> None:
         self._useless += self._inspector.pop_useless()
+        self._useless_payloads |= self._inspector.pop_useless_payloads()
         while self._useless:
             several = self._useless[:_FREED_AT_ONCE]
             await self._streams.write(wait, "free", " ".join(several))
             # After the reply: freed twice is harmless, and forgotten would leak memory.
             del self._useless[: len(several)]
+        # Only now (invariant 7): the script refuses a trainer whose answers a newer epoch keeps.
+        if self._payloads is not None and self._useless_payloads:
+            store, used = self._payloads, set(self._held_payloads())
+            # Any writer can name a payload: one that is in use stays (invariant 5 of inspection).
+            useless = self._useless_payloads - used
+            await self._streams.retry(wait, lambda: store.free(useless))
+            self._useless_payloads -= useless | used
+
+    def _held_payloads(self) -> list[str]:
+        """Return the names of the payloads that the run may still need."""
+        covered_later = (group for groups in self._until_checkpoint.values() for group in groups)
+        names = (group.payload for group in (*self._state.find_held_groups(), *covered_later))
+        return [name for name in names if name is not None]
+
+    async def _renew_payloads(self, wait: Deadline) -> None:
+        """Renew the leases of payloads that may be needed; request again what has lost its own."""
+        if (store := self._payloads) is None or anyio.current_time() < self._next_renewal:
+            return
+        self._next_renewal = anyio.current_time() + ANSWER_LEASE / 4
+        names = self._held_payloads()
+        there = await self._streams.retry(wait, lambda: store.renew(names, self._payload_lease))
+        gone = set(names) - there
+        for group in [*self._state.arrived.values()]:
+            if group.payload in gone:
+                self._refuse(group, PAYLOAD_LOST)
+        for group in [*self._state.earlier_answers.values()]:
+            if group.payload in gone:
+                self._discard([self._state.forget_earlier(group.ordinal)])
+
+    async def _find_gone(self, wait: Deadline, groups: Iterable[AnswerGroup]) -> set[int]:
+        """Return the ordinals of groups whose payloads are gone."""
+        by_name = {group.payload: group.ordinal for group in groups if group.payload is not None}
+        if (store := self._payloads) is None or not by_name:
+            return set()
+        names = [*by_name]
+        there = await self._streams.retry(wait, lambda: store.renew(names, self._payload_lease))
+        return {ordinal for name, ordinal in by_name.items() if name not in there}
+
+    @property
+    def _payload_lease(self) -> float:
+        keeps_answers = self.settings.keep_answers == "checkpoint"
+        return CHECKPOINT_LEASE if keeps_answers else ANSWER_LEASE
 
     # --- claims ------------------------------------------------------------------------------
 
@@ -918,6 +1042,7 @@ class RolloutDispatcher:
             # The first reason stays: a failure that is recorded counts as one, and "lost" would
             # not.
             self._due.setdefault(due.ordinal, due)
+        await self._renew_payloads(wait)
         # After the reads, which may take long: the period is between looks, not their starts.
         self._looked_at = anyio.current_time()
         await self._remove_members(wait)
@@ -946,3 +1071,10 @@ class RolloutDispatcher:
     def _check_count(self, count: int) -> None:
         if not 1 <= count <= self.settings.window:
             raise DispatchMisused(self.settings.run_id, count, self.settings.window)
+
+
+def _without_tokens(group: AnswerGroup) -> AnswerGroup:
+    """Return what is needed to free a group; its tokens would be a step's memory."""
+    if group.payload is None:
+        return replace(group, experiences=())
+    return replace(group, experiences=group.experiences[:1])

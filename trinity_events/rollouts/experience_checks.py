@@ -16,7 +16,14 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-from trinity_schemas import Experience, Sampling, StepRef, Turn
+from trinity_schemas import (
+    Experience,
+    ExperienceHeader,
+    ExperienceReference,
+    Sampling,
+    StepRef,
+    Turn,
+)
 from trinity_schemas.identity import LONGEST_NAME
 from trinity_schemas.rollouts import MAX_FLOAT32, MAX_REWARD, MAX_REWARD_PARTS, REWARD_RANGE
 
@@ -88,7 +95,28 @@ def find_fault(
     )
 
 
-def find_score_fault(experience: Experience, limits: AnswerLimits) -> Fault | None:
+def find_reference_fault(
+    reference: ExperienceReference,
+    limits: AnswerLimits = NO_LIMITS,
+    sampling: Sampling | None = None,
+) -> Fault | None:
+    """Return the first fault of a reference that is known without its payload.
+
+    Ids, log-probabilities and turns are checked by :func:`find_fault`, where the payload is loaded.
+
+    Args:
+        reference: Reference to one sample of a group.
+        limits: Limits of the run's model and task.
+        sampling: Sampling that was asked for; None for an answer to an unknown request.
+    """
+    return (
+        _find_set_fault(reference, limits)
+        or _find_reward_fault(reference, limits)
+        or _find_reference_length_fault(reference, limits, sampling)
+    )
+
+
+def find_score_fault(experience: ExperienceHeader, limits: AnswerLimits) -> Fault | None:
     """Return the fault of a sample with a score in the place of its reward.
 
     Ranks do not check it: the dispatcher takes no such sample unless it is asked to.
@@ -106,7 +134,7 @@ def find_score_fault(experience: Experience, limits: AnswerLimits) -> Fault | No
 
 
 def find_version_fault(
-    experience: Experience,
+    experience: ExperienceHeader,
     *,
     epoch: int,
     exact: StepRef | None = None,
@@ -121,7 +149,7 @@ def find_version_fault(
         published: Versions that the trainer has published; None if it did not list them.
     """
     # Checked because staleness is computed from what the explorer says here.
-    for version in {version for turn in experience.turns for version, _ in turn.versions}:
+    for version in experience.version_tokens:
         named = f"a token is of the version of epoch {version.epoch}, step {version.step}"
         if version.epoch > epoch:
             return Fault("versions", f"{named}, and the run is at epoch {epoch}")
@@ -133,14 +161,14 @@ def find_version_fault(
     return None
 
 
-def _find_set_fault(experience: Experience, limits: AnswerLimits) -> Fault | None:
+def _find_set_fault(experience: ExperienceHeader, limits: AnswerLimits) -> Fault | None:
     # The name is in those of metrics, of which an explorer may not add any.
     if limits.question_sets is None or experience.question_set in limits.question_sets:
         return None
     return Fault("request", f"the run has no set of questions {experience.question_set!r}")
 
 
-def _find_reward_fault(experience: Experience, limits: AnswerLimits) -> Fault | None:
+def _find_reward_fault(experience: ExperienceHeader, limits: AnswerLimits) -> Fault | None:
     reward, parts = experience.reward, experience.reward_parts
     # A comparison with NaN is false, so that it fails here too.
     if not -MAX_REWARD <= reward <= MAX_REWARD:
@@ -157,6 +185,25 @@ def _find_reward_fault(experience: Experience, limits: AnswerLimits) -> Fault | 
             )
     if limits.reward_part is not None and limits.reward_part not in parts:
         return Fault("reward-parts", f"its reward has no part {limits.reward_part!r}")
+    return None
+
+
+def _find_reference_length_fault(
+    reference: ExperienceReference, limits: AnswerLimits, sampling: Sampling | None
+) -> Fault | None:
+    sampled = sum(reference.version_tokens.values())
+    if sampling is not None and limits.max_turns is not None:
+        most = sampling.max_new_tokens * limits.max_turns
+        if sampled > most:
+            return Fault(
+                "length",
+                f"it has {sampled} tokens of the policy, and {most} were asked for at most",
+            )
+    if limits.max_positions is not None and reference.tokens > limits.max_positions:
+        return Fault(
+            "length",
+            f"it has {reference.tokens} tokens, and the model has {limits.max_positions} positions",
+        )
     return None
 
 

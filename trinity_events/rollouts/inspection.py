@@ -7,7 +7,8 @@
 3. What an entry says withdraws no request: a request is issued again once it is gone from the
    server, which only its claim's answer removes. So a false answer cannot displace a true one.
 4. Every entry is used in a group, or is to be freed.
-5. State is bounded: samples of incomplete groups are dropped whenever all entries were read. The
+5. No payload of a group that may be trained on is to be freed, whatever other entries name it.
+6. State is bounded: samples of incomplete groups are dropped whenever all entries were read. The
    script of an answer writes a group at once, so that its other samples will not come.
 """
 
@@ -18,7 +19,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct, field
 
-from trinity_schemas import Experience, StepRef
+from trinity_schemas import Experience, ExperienceReference, StepRef
 
 from ..core.handlers.rollouts import format_exclusion
 from .answers import Answer, Restarted, Sample, Unreadable
@@ -28,6 +29,7 @@ from .experience_checks import (
     LONGEST_DETAIL,
     Fault,
     find_fault,
+    find_reference_fault,
     find_score_fault,
     find_version_fault,
 )
@@ -56,11 +58,17 @@ class AnswerInspector:
         settings: Settings of the dispatch.
         state: State of the dispatch, of which it marks requests whose answer was refused.
         exclusions: Excluded explorers of the epoch.
+        transport: Medium of the payloads that the run's ranks read; None if they read none.
     """
 
     def __init__(
-        self, settings: DispatchSettings, state: DispatchState, exclusions: Exclusions
+        self,
+        settings: DispatchSettings,
+        state: DispatchState,
+        exclusions: Exclusions,
+        transport: str | None = None,
     ) -> None:
+        self._transport = transport
         self.refused = False
         """True if an answer was refused since all entries were read last."""
         self._settings = settings
@@ -69,6 +77,7 @@ class AnswerInspector:
         self._partial: dict[tuple[int, int, int, str], _Partial] = {}
         """Incomplete groups by epoch, ordinal, attempt and explorer."""
         self._useless: list[str] = []
+        self._useless_payloads: set[str] = set()
         self._published: set[StepRef] | None = None
         self._malformed = self._unreadable = 0
 
@@ -87,6 +96,16 @@ class AnswerInspector:
         """Return the ids of entries that are to be freed, each once."""
         useless, self._useless = self._useless, []
         return useless
+
+    def pop_useless_payloads(self) -> set[str]:
+        """Return the names of payloads of refused entries, each once."""
+        useless, self._useless_payloads = self._useless_payloads, set()
+        return useless
+
+    def refuse_payload(self, group: AnswerGroup, reason: str) -> None:
+        """Count a group against its explorer whose payload is malformed, as its ranks found."""
+        fault = Fault("unreadable", reason)
+        self._refuse(group.ordinal, group.attempt, group.experiences[0].explorer, fault)
 
     def add(self, answer: Sample | Unreadable | Restarted) -> AnswerGroup | None:
         """Inspect an entry; return the group that is complete with it."""
@@ -107,18 +126,22 @@ class AnswerInspector:
                 self._partial.clear()
                 continue
             sample = self._with_prompt(answer) if isinstance(answer, Sample) else None
-            if sample is None or not self._is_sound(sample.experience):
+            if sample is None:
                 self._useless.append(answer.entry_id)
+                continue
+            if not self._is_sound(sample.experience):
+                self._discard(sample)
                 continue
             group = self._assemble(sample)
             if group is not None and not self._state.add_earlier(group, stands):
-                self._useless += group.entry_ids
+                self.discard_group(group)
 
     def end_entries(self) -> None:
         """Refuse incomplete answers, once all entries were read."""
         partial, self._partial = self._partial, {}
         for (epoch, ordinal, attempt, explorer), answer in partial.items():
-            self._useless += [sample.entry_id for sample in answer.samples.values()]
+            for sample in answer.samples.values():
+                self._discard(sample)
             if (
                 epoch == self._settings.epoch
                 and not answer.is_malformed
@@ -141,18 +164,18 @@ class AnswerInspector:
         # Late answers are normal, since a request may be issued again, and no fault of the
         # explorer.
         if experience.epoch < self._settings.epoch or self._is_answered(experience.ordinal):
-            self._useless.append(sample.entry_id)
+            self._discard(sample)
             return None
         if experience.explorer in self._exclusions:
             # Its answer removed the request, which is issued again for a reason that uses up no
             # attempt.
             self._mark(experience.ordinal, EXCLUDED)
-            self._useless.append(sample.entry_id)
+            self._discard(sample)
             return None
         sample = self._with_prompt(sample)
         fault = self._find_fault(sample.experience)
         if fault is not None:
-            self._useless.append(sample.entry_id)
+            self._discard(sample)
             self._count_malformed(
                 experience.ordinal, experience.attempt, experience.explorer, fault
             )
@@ -186,9 +209,14 @@ class AnswerInspector:
         """Return a sample with the prompt that it shares, if that one was read before."""
         experience = sample.experience
         partial = self._partial.get(_answer_name(experience))
-        if not experience.shares_prompt or partial is None or 0 not in partial.samples:
+        # A reference shares nothing: its prompt is in the payload of the group.
+        if isinstance(experience, ExperienceReference) or not experience.shares_prompt:
+            return sample
+        if partial is None or 0 not in partial.samples:
             return sample
         first = partial.samples[0].experience
+        if isinstance(first, ExperienceReference):
+            return sample
         return sample._replace(experience=experience.with_prompt_of(first))
 
     def _assemble(self, sample: Sample) -> AnswerGroup | None:
@@ -199,23 +227,45 @@ class AnswerInspector:
         replaced = partial.samples.get(experience.sample)
         # A writer may send one sample twice; each entry is freed (invariant 4).
         if replaced is not None:
-            self._useless.append(replaced.entry_id)
+            self._discard(replaced)
         partial.samples[experience.sample] = sample
         if len(partial.samples) < self._settings.samples:
             return None
         del self._partial[name]
         ordered = [partial.samples[index] for index in sorted(partial.samples)]
+        payloads = {sample.payload for sample in ordered}
+        if len(payloads) > 1:
+            for refused in ordered:
+                self._discard(refused)
+            fault = Fault("request", "its samples name several payloads")
+            self._count_malformed(
+                experience.ordinal, experience.attempt, experience.explorer, fault
+            )
+            return None
+        first = ordered[0].experience
+        payload_size = first.payload.size if isinstance(first, ExperienceReference) else 0
         return AnswerGroup(
             ordinal=experience.ordinal,
             attempt=experience.attempt,
             experiences=[sample.experience for sample in ordered],
             entry_ids=[sample.entry_id for sample in ordered],
-            size=sum(sample.size for sample in ordered),
+            size=sum(sample.size for sample in ordered) + payload_size,
         )
+
+    def discard_group(self, group: AnswerGroup) -> None:
+        """Free the entries of a group, and its payload."""
+        self._useless += group.entry_ids
+        if group.payload is not None:
+            self._useless_payloads.add(group.payload)
+
+    def _discard(self, sample: Sample) -> None:
+        self._useless.append(sample.entry_id)
+        if sample.payload is not None:
+            self._useless_payloads.add(sample.payload)
 
     # --- checks ------------------------------------------------------------------------------
 
-    def _find_fault(self, experience: Experience) -> Fault | None:
+    def _find_fault(self, experience: Experience | ExperienceReference) -> Fault | None:
         """Return the first fault of an answer to a request of this epoch."""
         settings, request = self._settings, self._state.open_requests.get(experience.ordinal)
         if request is None:
@@ -234,22 +284,37 @@ class AnswerInspector:
             published=self._published,
         )
 
-    def _find_content_fault(self, experience: Experience) -> Fault | None:
+    def _find_content_fault(self, experience: Experience | ExperienceReference) -> Fault | None:
         if experience.samples != self._settings.samples:
             return Fault(
                 "request",
                 f"it is one of {experience.samples} samples, not of {self._settings.samples}",
             )
+        limits, sampling = self._settings.limits, self._settings.sampling
+        if isinstance(experience, ExperienceReference):
+            fault = self._find_payload_fault(experience) or find_reference_fault(
+                experience, limits, sampling
+            )
+            return fault or find_score_fault(experience, limits)
         if experience.shares_prompt:
             return Fault(
                 "request", f"sample {experience.sample} came without the prompt that it shares"
             )
-        limits = self._settings.limits
-        return find_fault(experience, limits, self._settings.sampling) or find_score_fault(
-            experience, limits
-        )
+        return find_fault(experience, limits, sampling) or find_score_fault(experience, limits)
 
-    def _is_sound(self, experience: Experience) -> bool:
+    def _find_payload_fault(self, reference: ExperienceReference) -> Fault | None:
+        payload, most = reference.payload, self._settings.answer_bytes
+        if payload.transport != self._transport:
+            readable = f"in {self._transport}" if self._transport else "in none"
+            return Fault(
+                "request",
+                f"its tokens are in {payload.transport}, and the run reads payloads {readable}",
+            )
+        if most and payload.size > most:
+            return Fault("length", f"its payload has {payload.size} bytes, above {most}")
+        return None
+
+    def _is_sound(self, experience: Experience | ExperienceReference) -> bool:
         """Return True if an answer of an earlier epoch has no fault; it counts against none."""
         of_run = experience.run_id == self._settings.run_id
         is_earlier = experience.epoch <= self._settings.epoch
@@ -299,7 +364,7 @@ class AnswerInspector:
             self.refused = True
 
 
-def _answer_name(experience: Experience) -> tuple[int, int, int, str]:
+def _answer_name(experience: Experience | ExperienceReference) -> tuple[int, int, int, str]:
     return experience.epoch, experience.ordinal, experience.attempt, experience.explorer
 
 

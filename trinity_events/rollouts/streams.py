@@ -35,6 +35,9 @@ EXCLUDED = "excluded"
 MALFORMED = "malformed"
 """Reason to issue a request again whose answer was malformed."""
 
+PAYLOAD_LOST = "payload-lost"
+"""Reason to issue a request again whose answer came, and whose payload is gone."""
+
 UNCLAIMABLE = "unclaimable"
 """Reason to issue a request again that was delivered and has no claim: it is in no further read."""
 
@@ -42,7 +45,7 @@ ANSWERS_AT_ONCE = 256
 """Maximum samples of one read."""
 BYTES_AT_ONCE = 16 << 20
 """Bytes of answers from which on one read has no further one: decoded, they take ten times that."""
-_ANSWER_FIELDS = (b"e", b"failed", b"reason", b"explorer", b"error")
+_ANSWER_FIELDS = (b"e", b"r", b"failed", b"reason", b"explorer", b"error")
 """Fields of an entry of the answers; others are no part of a message."""
 _KEYS = {
     **dict.fromkeys(("issue", "renew", "leave"), ("epoch", "rollouts")),

@@ -65,8 +65,8 @@ _RULES = {
             "+xgroup|delconsumer ~RUN:rollouts ~RUN:evaluations",
             "-@all +xdel +xtrim +del ~RUN:experiences ~RUN:judged",
             *_HOLD_CHECKPOINTS,
-            "-@all +get +mget +set +unlink +xadd +expire +xrevrange +evalsha +zadd +zrem +zcard "
-            f"+zremrangebyscore +pttl +pexpire ~{_WEIGHTS}*",
+            "-@all +get +mget +getrange +set +unlink +xadd +expire +xrevrange +evalsha +zadd +zrem "
+            f"+zcard +zremrangebyscore +pttl +pexpire ~{_WEIGHTS}*",
         ),
     ),
     "explorer": _Rules(
@@ -87,6 +87,8 @@ _RULES = {
             "-@all +set +del ~RUN:alive:explorer-*",
             *_HOLD_CHECKPOINTS,
             f"-@all +evalsha +zadd +zrem +zremrangebyscore +pttl +pexpire ~{_WEIGHTS}*:leases",
+            # An explorer writes the payload of its answer; the trainer alone deletes it.
+            f"-@all +set ~{_WEIGHTS}*:payload",
         ),
     ),
     "consumer": _Rules(

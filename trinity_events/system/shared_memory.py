@@ -126,7 +126,7 @@ class Owner:
         if not available(root):
             raise SharedMemoryUnusable("absent", root)
         name = f"{os.getpid()}-{secrets.token_hex(6)}"
-        parent = _made(users_folder(root))
+        parent = make_private(users_folder(root))
         made = parent / f".{name}"
         made.mkdir(mode=0o700)
         # Locked before it gets its name, so that no process takes it for a dead process's folder.
@@ -142,8 +142,12 @@ class Owner:
         os.close(self._lock)
 
 
-def _made(folder: Path) -> Path:
-    """Return the user's folder, to which no other user has write access."""
+def make_private(folder: Path) -> Path:
+    """Make a folder if it is missing, and return it; no other user has write access to it.
+
+    Raises:
+        SharedMemoryUnusable: It is another user's.
+    """
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     if not owned(folder):

@@ -62,7 +62,7 @@ async def test_the_weights_stay_finite_whatever_an_explorer_sends(
     for kind, claim in zip(kinds, claims, strict=True):
         first, second = samples_of(claim, "bad")
         payloads = [malformed(kind, first), encode(second)]
-        row = [streams.group, claim.entry_id, len(payloads), *payloads]
+        row = [streams.group, claim.entry_id, len(payloads), "e", *payloads]
         await streams.write(Deadline(PATIENCE, "not sent"), "answer", *row)
     async with anyio.create_task_group() as tasks:
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trinity_schemas import Experience
+from trinity_schemas import ExperienceHeader
 
 from .errors import RewardPartMissing
 from .settings import FiltersConfig
@@ -14,7 +14,7 @@ EQUAL_WITHIN = 1e-6
 is several roundings in float32, in which reward models compute."""
 
 
-def is_informative(group: Sequence[Experience], config: FiltersConfig) -> bool:
+def is_informative(group: Sequence[ExperienceHeader], config: FiltersConfig) -> bool:
     """Return False for a group that dynamic sampling drops: all of its rewards are equal.
 
     Source: DAPO (arXiv 2503.14476) eq. 11, 0 < number of right answers < G. The named part of the
@@ -30,7 +30,7 @@ def is_informative(group: Sequence[Experience], config: FiltersConfig) -> bool:
     return high - low > EQUAL_WITHIN * max(1.0, abs(low), abs(high))
 
 
-def _compared(experience: Experience, part: str | None) -> float:
+def _compared(experience: ExperienceHeader, part: str | None) -> float:
     if part is None:
         return experience.reward
     if part not in experience.reward_parts:

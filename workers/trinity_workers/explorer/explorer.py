@@ -29,6 +29,7 @@ from trinity_events.errors import (
 )
 from trinity_events.log import STATUS_LEASE
 from trinity_events.rollouts import Claim, RolloutClient, evaluation_keys
+from trinity_events.rollouts.payloads import PayloadStore
 from trinity_events.server import connect
 from trinity_events.system.error_text import first_error, ungrouped
 from trinity_schemas import (
@@ -45,6 +46,7 @@ from ..rollout_engines import EngineEnded, EngineOptions, NotServing, RolloutEng
 from ..rollout_engines.base import GenerationAborted
 from ..rollouts.episodes import OtherTaskSet, send_answers
 from ..rollouts.held_out_sets import held_out_sets
+from ..rollouts.payloads import open_payloads
 from ..rollouts.run_episodes import open_episodes
 from ..rollouts.user_task import task_of
 from ..runtime.background_tasks import background_tasks
@@ -243,11 +245,12 @@ class Explorer:
         )
         async with (
             connect(config.redis_url) as client,
+            open_payloads(config) as payloads,
             versions.listening(),
             # Digests of a prefetch are of use in the process that pulls.
             self._prefetcher.listening(run) if config.explorers_pull else nullcontext(),
         ):
-            requests = self._create_client(client)
+            requests = self._create_client(client, payloads=payloads)
             evaluations = self._create_client(client, evaluation_keys(config.run_id))
             answers = EvaluationAnswers(
                 self._held_out,
@@ -274,7 +277,10 @@ class Explorer:
         raise AssertionError("unreachable")
 
     def _create_client(
-        self, client: redis.asyncio.Redis, keys: RunKeys | None = None
+        self,
+        client: redis.asyncio.Redis,
+        keys: RunKeys | None = None,
+        payloads: PayloadStore | None = None,
     ) -> RolloutClient:
         config = self.config
         return RolloutClient(
@@ -285,6 +291,7 @@ class Explorer:
             lease=config.rollouts.claim_lease,
             deadline=config.sync.timeout,
             keys=keys,
+            payloads=payloads,
         )
 
     @asynccontextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, TypeAlias, cast
 
 from trinity_events.errors import TrinityError
-from trinity_schemas import Experience
+from trinity_schemas import ExperienceHeader
 
 from ..rollout_engines.base import Generation, GenerationRequest, OnlyTrains
 from .state import TrainerState
@@ -17,8 +17,9 @@ WeightSyncAddress: TypeAlias = tuple[str, int, list[tuple[str, str, tuple[int, .
 """Address and port of the collective group, and name, dtype and shape of each tensor."""
 
 
-TrainingBatch: TypeAlias = Sequence[Experience] | Sequence[Sequence[Experience]]
-"""Samples of a training step: a flat list, as in Trinity-RFT, or the groups of its prompts."""
+TrainingBatch: TypeAlias = Sequence[ExperienceHeader] | Sequence[Sequence[ExperienceHeader]]
+"""Samples of a training step, or references to them: a flat list, as in Trinity-RFT, or the groups
+of its prompts."""
 
 
 class UnusableBatch(TrinityError):
@@ -87,7 +88,7 @@ class CannotLoad(TrinityError):
     )
 
 
-def group_by_prompt(batch: TrainingBatch) -> list[Sequence[Experience]]:
+def group_by_prompt(batch: TrainingBatch) -> list[Sequence[ExperienceHeader]]:
     """Return the groups of a training batch: groups as they are, a flat list by its ordinals.
 
     Groups of a flat list are in the order of their first samples.
@@ -96,15 +97,15 @@ def group_by_prompt(batch: TrainingBatch) -> list[Sequence[Experience]]:
         UnusableBatch: There are no samples, or there are samples next to groups.
     """
     # Trinity-RFT's trainers give a flat list, and this project's loop gives groups.
-    samples = [item for item in batch if isinstance(item, Experience)]
+    samples = [item for item in batch if isinstance(item, ExperienceHeader)]
     if not samples:
-        groups = [group for group in cast("Sequence[Sequence[Experience]]", batch) if group]
+        groups = [group for group in cast("Sequence[Sequence[ExperienceHeader]]", batch) if group]
         if not groups:
             raise UnusableBatch()
         return groups
     if len(samples) < len(batch):
         raise UnusableBatch(len(samples), len(batch) - len(samples))
-    by_ordinal: dict[int, list[Experience]] = {}
+    by_ordinal: dict[int, list[ExperienceHeader]] = {}
     for sample in samples:
         by_ordinal.setdefault(sample.ordinal, []).append(sample)
     return list(by_ordinal.values())
@@ -112,6 +113,9 @@ def group_by_prompt(batch: TrainingBatch) -> list[Sequence[Experience]]:
 
 class TrainEngineWrapper(ABC):
     """Training engine, with workers that may run in other processes."""
+
+    loads_payloads: ClassVar[bool] = False
+    """True if its workers load the tokens of references; else the trainer's process does."""
 
     @abstractmethod
     async def prepare(self) -> None:
@@ -136,7 +140,11 @@ class TrainEngineWrapper(ABC):
 
         Args:
             batch_exps: Samples in a flat list, or in the groups of their prompts:
-                :func:`group_by_prompt` returns the groups of both.
+                :func:`group_by_prompt` returns the groups of both. They are references only if
+                ``loads_payloads`` is True.
+
+        Raises:
+            PayloadsUnusable: Tokens of references cannot be used; no step was begun.
         """
 
     async def generate_sequences(self, prompts: Sequence[GenerationRequest]) -> list[Generation]:

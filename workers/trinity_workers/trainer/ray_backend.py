@@ -16,7 +16,9 @@ from trinity_events.coordinator import staged_path
 from trinity_events.core.file_versions import WEIGHTS_SAVE
 from trinity_events.errors import GroupBroken
 from trinity_events.log import Publisher, SyncEventLog, new_producer
+from trinity_events.rollouts.payloads import PayloadFault, PayloadsUnusable
 from trinity_events.server import open_client
+from trinity_schemas import ExperienceReference
 
 from ..config.train_config import RunConfig
 from ..engines.model_folder import has_weights
@@ -57,6 +59,8 @@ class RayTrainBackend(TrainEngineWrapper):
         config: The run.
         ranks: Handles of the actors, which may still be starting.
     """
+
+    loads_payloads = True
 
     def __init__(self, config: RunConfig, ranks: Sequence[Any]) -> None:
         self._config = config
@@ -106,8 +110,16 @@ class RayTrainBackend(TrainEngineWrapper):
         return self._step
 
     async def train_step(self, batch_exps: TrainingBatch) -> dict[str, float]:
-        """Take one step on samples, whose groups are dealt out over the ranks."""
+        """Take one step on samples, whose groups are dealt out over the ranks.
+
+        All ranks have loaded the tokens of their groups before a step begins.
+        """
         groups = group_by_prompt(batch_exps)
+        if any(isinstance(group[0], ExperienceReference) for group in groups):
+            # Dealt out as for the step itself: the shares of equal groups are the same each time.
+            loading: list[PayloadFault | None] = await self._call("load_payloads", groups)
+            if faults := tuple(fault for fault in loading if fault is not None):
+                raise PayloadsUnusable(faults)
         metrics: dict[str, float] = await self._call("train_step", groups)
         # Only now: a step in which a rank failed was not taken.
         self._step += 1

@@ -37,11 +37,13 @@ from trinity_events.rollouts import (
     RolloutDispatcher,
     find_answer_bytes,
 )
+from trinity_events.rollouts.payloads import PayloadReader, PayloadsUnusable, load_groups
 from trinity_events.server import Deadline, connect
 from trinity_events.subscriptions import subscribe
 from trinity_events.system.error_text import ungrouped
 from trinity_schemas import (
-    Experience,
+    ExperienceHeader,
+    ExperienceReference,
     LedgerRestored,
     Process,
     ResendRequested,
@@ -56,6 +58,7 @@ from ..config.answer_limits import read_answer_limits
 from ..config.sync_schedule import publishes_on_demand, requests_once_ready
 from ..config.train_config import RunConfig
 from ..rollouts.held_out_sets import held_out_sets
+from ..rollouts.payloads import open_payload_reader, open_payloads
 from ..rollouts.user_task import task_of
 from ..runtime.background_tasks import background_tasks
 from ..runtime.garbage import exempt_loaded_objects
@@ -77,6 +80,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LOADING_ATTEMPTS = 8
+"""Attempts to load the tokens of a step, before the run fails: a medium that one of its hosts does
+not reach would have prompts generated again without end."""
 _STOPPED_WITHIN = 3.0
 """Seconds in which a trainer that failed publishes its end: supervisors kill after ten."""
 
@@ -119,6 +125,7 @@ class Trainer:
         self._publishing = anyio.Lock()
         self._exits = AsyncExitStack()
         self._metrics: dict[str, float] = {}
+        self._payload_reader: PayloadReader | None = None
 
     @classmethod
     def get_actor(cls, config: RunConfig, place: Mapping[str, Any] | None = None) -> Any:
@@ -175,6 +182,7 @@ class Trainer:
             ledger,
             deadline=config.sync.timeout,
             waits=self._waits,
+            payloads=await self._exits.enter_async_context(open_payloads(config)),
         )
         if config.rollouts.max_prompt_tokens is not None:
             # The tokenizer takes the seconds in which transformers and torch are imported.
@@ -253,8 +261,7 @@ class Trainer:
         step_metrics: list[dict[str, float]] = []
         try:
             while self.train_step_num < self.config.steps:
-                groups = await self._take(self.train_step_num + 1)
-                self._metrics = await self.train_step([group.experiences for group in groups])
+                groups, self._metrics = await self._take_step()
                 step_metrics.append(self._metrics)
                 # Before a checkpoint of this step, whose ledger has these fates.
                 await self._report_trained(groups)
@@ -267,6 +274,7 @@ class Trainer:
                     await self.save_checkpoint(save_as_hf=as_hf)
             await self.engine.wait_for_save()
             await self._evaluator.drain()
+            await self._dispatcher.release()
         # A trainer that is cancelled has stopped, too.
         except BaseException:
             # The error is worth more than its report, for which a server that is away is not
@@ -283,6 +291,26 @@ class Trainer:
             seconds=time.monotonic() - began,
             dropped_groups=sum(self._dispatcher.ledger.dropped.values()),
         )
+
+    async def _take_step(self) -> tuple[list[AnswerGroup], dict[str, float]]:
+        """Take the next step; return its groups and metrics.
+
+        A step whose ranks cannot load the tokens of their groups is not begun. Its groups are
+        returned, and those without tokens are generated again.
+
+        Raises:
+            PayloadsUnusable: Tokens could not be loaded in each of several attempts.
+        """
+        for attempt in range(1, _LOADING_ATTEMPTS + 1):
+            groups = await self._take(self.train_step_num + 1)
+            try:
+                return groups, await self.train_step([group.experiences for group in groups])
+            except PayloadsUnusable as error:
+                if attempt == _LOADING_ATTEMPTS:
+                    raise
+                logger.warning("step %d: %s", self.train_step_num + 1, error)
+                await self._dispatcher.return_groups(groups, error.faults)
+        raise AssertionError("unreachable")
 
     def _get_running_step(self) -> int | None:
         """Return the number of steps taken; None once the end is published."""
@@ -362,7 +390,10 @@ class Trainer:
         # Read before the step is taken, which counts it up.
         step = self.train_step_num
         groups = group_by_prompt(exps)
-        metrics = await self.engine.train_step(groups)
+        if self.engine.loads_payloads:
+            metrics = await self.engine.train_step(groups)
+        else:
+            metrics = await self.engine.train_step(await self._load(groups))
         samples = [sample for group in groups for sample in group]
         scores = [sample.reward_parts.get("score", sample.reward) for sample in samples]
         if self.config.rewards.on_error == "score":
@@ -375,6 +406,17 @@ class Trainer:
             "mixed_versions": sum(map(has_mixed_versions, samples)) / len(samples),
             **average_by_question_set(groups),
         }
+
+    async def _load(
+        self, groups: Sequence[Sequence[ExperienceHeader]]
+    ) -> Sequence[Sequence[ExperienceHeader]]:
+        """Return groups with their tokens, for an engine that loads none."""
+        if not any(isinstance(group[0], ExperienceReference) for group in groups):
+            return groups
+        if self._payload_reader is None:
+            self._payload_reader = open_payload_reader(self.config)
+        load = partial(load_groups, self._payload_reader, groups, sampling=self.config.sampling)
+        return await anyio.to_thread.run_sync(load)
 
     async def _report_trained(self, groups: Sequence[AnswerGroup]) -> None:
         """Publish the fates of the groups that the last step was taken on."""
@@ -494,7 +536,7 @@ class Trainer:
         return True
 
 
-def average_by_question_set(groups: Sequence[Sequence[Experience]]) -> dict[str, float]:
+def average_by_question_set(groups: Sequence[Sequence[ExperienceHeader]]) -> dict[str, float]:
     """Return mean reward and number of prompts of each set, as ``rollout/SET/NAME``.
 
     Questions of no set are left out.
@@ -508,9 +550,9 @@ def average_by_question_set(groups: Sequence[Sequence[Experience]]) -> dict[str,
     return metrics
 
 
-def has_mixed_versions(sample: Experience) -> bool:
+def has_mixed_versions(sample: ExperienceHeader) -> bool:
     """Return True if several weight versions sampled it."""
-    return len({version for turn in sample.turns for version, _ in turn.versions}) > 1
+    return len(sample.version_tokens) > 1
 
 
 def dispatch_settings(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trinity_events.errors import TrinityError
-from trinity_schemas import Experience
+from trinity_schemas import ExperienceHeader
 
 from ..algorithms.batch import Batch, concatenate
 from ..algorithms.partition import balance, places
@@ -97,11 +97,11 @@ def is_groups(value: Any) -> bool:
         if not isinstance(value, Sequence) or not value:
             return False
         value = value[0]
-    return isinstance(value, Experience)
+    return isinstance(value, ExperienceHeader)
 
 
-def _count_tokens(group: Sequence[Experience]) -> int:
-    return sum(len(turn.tokens) for sample in group for turn in sample.turns)
+def _count_tokens(group: Sequence[ExperienceHeader]) -> int:
+    return sum(sample.token_count for sample in group)
 
 
 def _deal_in_order(rows: int, shares: int) -> Dealing:

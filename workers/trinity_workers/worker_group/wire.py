@@ -3,6 +3,7 @@
 A tensor is pickled with all of the storage that it is a view of, byte by byte. As an array it takes
 its own rows along alone, in buffers that Ray does not copy. Samples would be pickled object by
 object; they travel as MessagePack, in which tokens are arrays and a group has its prompt once.
+References to samples travel as they are: their ranks load the tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity_schemas import Experience, share_prompts
+from trinity_schemas import Experience, ExperienceReference, share_prompts
 
 from ..algorithms.batch import Batch
 from .rows import is_groups
@@ -31,9 +32,13 @@ class _PackedGroups(NamedTuple):
     """Groups of samples on their way."""
 
     payload: bytes
+    by_reference: list[bool]
+    """True for each group of references."""
 
 
-_groups = msgspec.msgpack.Decoder(list[list[Experience]])
+_groups = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_samples = msgspec.msgpack.Decoder(list[Experience])
+_references = msgspec.msgpack.Decoder(list[ExperienceReference])
 
 
 class _PackedBatch(NamedTuple):
@@ -55,7 +60,12 @@ def pack(value: Any) -> Any:
     if type(value) is dict:
         return {name: pack(item) for name, item in value.items()}
     if is_groups(value):
-        return _PackedGroups(msgspec.msgpack.encode([share_prompts(group) for group in value]))
+        by_reference = [isinstance(group[0], ExperienceReference) for group in value]
+        rows = [
+            group if refers else share_prompts(group)
+            for group, refers in zip(value, by_reference, strict=True)
+        ]
+        return _PackedGroups(msgspec.msgpack.encode(rows), by_reference)
     return value
 
 
@@ -67,8 +77,15 @@ def unpack(value: Any) -> Any:
     if isinstance(value, _PackedBatch):
         return Batch(**{name: unpack(field) for name, field in value.fields.items()})
     if isinstance(value, _PackedGroups):
-        groups = _groups.decode(value.payload)
-        return [[sample.with_prompt_of(group[0]) for sample in group] for group in groups]
+        rows = _groups.decode(value.payload)
+        return [
+            _references.decode(row) if refers else _with_prompts(_samples.decode(row))
+            for row, refers in zip(rows, value.by_reference, strict=True)
+        ]
     if type(value) is dict:
         return {name: unpack(item) for name, item in value.items()}
     return value
+
+
+def _with_prompts(group: list[Experience]) -> list[Experience]:
+    return [sample.with_prompt_of(group[0]) for sample in group]

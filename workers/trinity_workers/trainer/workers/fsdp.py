@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,10 @@ import torch.distributed as dist
 from trinity_events import CheckpointCoordinator, Synchronizer
 from trinity_events.coordinator import PlannedSave
 from trinity_events.log import Publisher, SyncEventLog, new_producer
+from trinity_events.rollouts.payloads import PayloadFault, PayloadsUnusable, load_groups
 from trinity_events.server import open_client
 from trinity_events.weights import ModelUpdateGroup
-from trinity_schemas import Experience, Probes, StepRef
+from trinity_schemas import Experience, ExperienceHeader, ExperienceReference, Probes, StepRef
 
 from ...algorithms.collate import collate, padding_row
 from ...config.answer_limits import read_answer_limits
@@ -34,6 +35,7 @@ from ...helpers import (
 from ...helpers.full_tensors import full_tensors, in_dtype
 from ...helpers.huggingface import QueueLimits
 from ...rollout_engines.base import Generation, GenerationRequest
+from ...rollouts.payloads import open_payload_reader
 from ...runtime.collectives import together
 from ...runtime.garbage import exempt_loaded_objects
 from ...worker_group.dispatch import Dispatch
@@ -60,6 +62,8 @@ class TrainWorker(TrainingRank):
         self._steps_taken = config.resumed_step or 0
         """Training steps taken."""
         self._prober: VersionProber | None = None
+        self._loaded: dict[str, list[Experience]] = {}
+        """Groups whose tokens were loaded for the next step, by the name of their payload."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def setup(self, host: str, port: int) -> None:
@@ -80,7 +84,8 @@ class TrainWorker(TrainingRank):
         config = self._config
         self._step = step
         self._models: Models = step.models
-        self._vocabulary_size = read_answer_limits(config).vocabulary_size
+        self._limits = read_answer_limits(config)
+        self._payloads = open_payload_reader(config)
         self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
         deadline = config.sync.timeout
         self._publisher = Publisher(
@@ -133,13 +138,41 @@ class TrainWorker(TrainingRank):
             self._models.critic.load_checkpoint(str(critic_folder(local_path)))
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
-    def train_step(self, groups: Sequence[Sequence[Experience]]) -> dict[str, float]:
-        """Take one step on this rank's groups; metrics are of all ranks."""
+    def load_payloads(
+        self, groups: Sequence[Sequence[ExperienceHeader]]
+    ) -> list[PayloadFault | None]:
+        """Load the tokens of this rank's groups for the next step; return the fault of each."""
+        self._loaded = {}  # those of a step that another rank could not load
+        try:
+            loaded = load_groups(self._payloads, groups, self._limits, self._config.sampling)
+        except PayloadsUnusable as error:
+            faults = {fault.ordinal: fault for fault in error.faults}
+            return [faults.get(group[0].ordinal) for group in groups]
+        for group, samples in zip(groups, loaded, strict=True):
+            if isinstance(group[0], ExperienceReference):
+                self._loaded[group[0].payload.name] = samples
+        return [None] * len(groups)
+
+    def _with_tokens(self, group: Sequence[ExperienceHeader]) -> Sequence[Experience]:
+        first = group[0]
+        if isinstance(first, ExperienceReference):
+            return self._loaded[first.payload.name]
+        return cast("Sequence[Experience]", group)
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def train_step(self, groups: Sequence[Sequence[ExperienceHeader]]) -> dict[str, float]:
+        """Take one step on this rank's groups; metrics are of all ranks.
+
+        The tokens of references were loaded by :meth:`load_payloads`.
+        """
         padding = self._engine.tokenizer.pad_token_id
         with together():  # a rank with bad groups must not leave the others
             batch = padding_row(padding)
             if groups:
-                batch = collate(groups, padding, vocabulary_size=self._vocabulary_size)
+                samples = [self._with_tokens(group) for group in groups]
+                batch = collate(samples, padding, vocabulary_size=self._limits.vocabulary_size)
+                del samples
+        self._loaded = {}
         self._steps_taken += 1
         with self._profiler.step(self._steps_taken):
             metrics: dict[str, float] = self._step.learn(
