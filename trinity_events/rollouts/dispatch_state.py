@@ -5,6 +5,7 @@ They follow from the ledger and the calls alone. The invariants are those of :mo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -13,11 +14,13 @@ from msgspec import Struct
 
 from trinity_schemas import (
     Experience,
+    ExperienceHeader,
     ExperienceReference,
     OrdinalRange,
     StepRef,
     StepTrained,
 )
+from trinity_schemas.events import MOST_PHASES
 
 from ..core.ledger import Ledger, LedgerError, ranges
 from ..core.ordinal_ranges import format_ranges
@@ -69,6 +72,11 @@ class AnswerGroup(Struct, frozen=True, kw_only=True):
         """Name of its payload; None if its samples have their tokens."""
         first = self.experiences[0] if self.experiences else None
         return first.payload.name if isinstance(first, ExperienceReference) else None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the policy sampled for it."""
+        return sum(map(count_sampled, self.experiences))
 
     @property
     def oldest_step(self) -> int:
@@ -178,6 +186,8 @@ class DispatchState:
         """Answers of earlier epochs, used when their ordinal comes up."""
         self.in_training: dict[int, TakenGroup] = {}
         """Groups of the step in hand, whose ordinals have no fate yet."""
+        self._tokens: Counter[str] = Counter()
+        """Sampled tokens that got a fate since the last step, other than ``trained``."""
         self._answer_sizes: dict[int, int] = {}
         """Bytes of the answers on the server that are not trained on yet, by ordinal."""
         self._kept_sizes: dict[int, int] = {}
@@ -323,6 +333,12 @@ class DispatchState:
         ]
         return f", after {' and '.join(phrases)}" if phrases else ""
 
+    def count_tokens(self, fate: str, tokens: int) -> None:
+        """Count sampled tokens that are not trained on; the event of the next step has them."""
+        # Reasons may be a user's own: the event takes some dozens.
+        is_named = fate in self._tokens or len(self._tokens) < MOST_PHASES - 2
+        self._tokens[fate if is_named else "other"] += tokens
+
     def count_stale(self) -> None:
         """Count an answer that was too old."""
         self._stale += 1
@@ -366,6 +382,7 @@ class DispatchState:
         if not all(stands(version) for version in _versions_of(group)):
             return False
         self.earlier_answers[group.ordinal] = group
+        self.count_tokens("kept", group.tokens)
         self._answer_sizes[group.ordinal] = group.size
         return True
 
@@ -559,6 +576,10 @@ class DispatchState:
             trained=ranges(ordinals),
             dropped=self.dropped,
             staleness=staleness,
+            tokens={
+                **self._tokens,
+                "trained": sum(self.in_training[ordinal].group.tokens for ordinal in ordinals),
+            },
             metrics=metrics,
         )
 
@@ -582,6 +603,7 @@ class DispatchState:
         self.ledger.train(ordinals)
         for ordinal in ordinals:
             self.in_training.pop(ordinal, None)
+        self._tokens.clear()
         size = sum(self._answer_sizes.pop(ordinal, 0) for ordinal in ordinals)
         # A resume from the checkpoint before needs them, so they still take memory of the server.
         if self.settings.keep_answers == "checkpoint":
@@ -594,6 +616,11 @@ class DispatchState:
         """Forget the answers that a checkpoint of a step covers."""
         for trained_step in [past for past in self._kept_sizes if past <= step]:
             del self._kept_sizes[trained_step]
+
+
+def count_sampled(experience: ExperienceHeader) -> int:
+    """Return the tokens that the policy sampled for an experience."""
+    return sum(experience.version_tokens.values())
 
 
 def _versions_of(group: AnswerGroup) -> set[StepRef]:

@@ -866,6 +866,7 @@ class RolloutDispatcher:
                 else:
                     # An answer that came too late still takes memory of the server.
                     self._discard([group])
+                    self._state.count_tokens("surplus", group.tokens)
 
     def _receive_failure(self, failed: Failed) -> None:
         self._useless.append(failed.entry_id)
@@ -954,6 +955,7 @@ class RolloutDispatcher:
 
     def _refuse(self, group: AnswerGroup, reason: str) -> None:
         self._discard([self._state.refuse(group.ordinal)])
+        self._state.count_tokens(reason, group.tokens)
         if reason in ("stale", PAYLOAD_LOST):
             if reason == "stale":
                 self._state.count_stale()
@@ -1004,6 +1006,7 @@ class RolloutDispatcher:
         for group in [*self._state.earlier_answers.values()]:
             if group.payload in gone:
                 self._discard([self._state.forget_earlier(group.ordinal)])
+                self._state.count_tokens(PAYLOAD_LOST, group.tokens)
 
     async def _find_gone(self, wait: Deadline, groups: Iterable[AnswerGroup]) -> set[int]:
         """Return the ordinals of groups whose payloads are gone."""

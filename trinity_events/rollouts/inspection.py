@@ -23,7 +23,7 @@ from trinity_schemas import Experience, ExperienceReference, StepRef
 
 from ..core.handlers.rollouts import format_exclusion
 from .answers import Answer, Restarted, Sample, Unreadable
-from .dispatch_state import AnswerGroup, DispatchState, Stands
+from .dispatch_state import AnswerGroup, DispatchState, Stands, count_sampled
 from .exclusions import Exclusions
 from .experience_checks import (
     LONGEST_DETAIL,
@@ -164,17 +164,21 @@ class AnswerInspector:
         # Late answers are normal, since a request may be issued again, and no fault of the
         # explorer.
         if experience.epoch < self._settings.epoch or self._is_answered(experience.ordinal):
+            if experience.epoch == self._settings.epoch:
+                self._state.count_tokens("surplus", count_sampled(experience))
             self._discard(sample)
             return None
         if experience.explorer in self._exclusions:
             # Its answer removed the request, which is issued again for a reason that uses up no
             # attempt.
             self._mark(experience.ordinal, EXCLUDED)
+            self._state.count_tokens(EXCLUDED, count_sampled(experience))
             self._discard(sample)
             return None
         sample = self._with_prompt(sample)
         fault = self._find_fault(sample.experience)
         if fault is not None:
+            self._state.count_tokens(MALFORMED, count_sampled(experience))
             self._discard(sample)
             self._count_malformed(
                 experience.ordinal, experience.attempt, experience.explorer, fault

@@ -15,6 +15,7 @@ from trinity_schemas import (
     AppliedPhases,
     ExplorerStatusChanged,
     PauseMode,
+    PhasesMeasured,
     Probes,
     Producer,
     PublicationStarted,
@@ -181,8 +182,11 @@ class Synchronizer:
         self._open(self.settings)
         session.close()
 
-    def report(self, event: ExplorerStatusChanged | SyncRequested | RewardErrorReported) -> None:
-        """Publish this explorer's status, its request for weights, or the error of a reward."""
+    def report(
+        self,
+        event: ExplorerStatusChanged | SyncRequested | RewardErrorReported | PhasesMeasured,
+    ) -> None:
+        """Publish this explorer's status, request for weights, phases, or the error of a reward."""
         if isinstance(event, ExplorerStatusChanged):
             self._status = event
         self._session.events.publish(event)

@@ -19,6 +19,7 @@ import anyio.to_thread
 import redis.asyncio
 
 from trinity_events.coordinator import this_process
+from trinity_events.diagnostics.phases import PhaseClock, PhaseReports
 from trinity_events.diagnostics.stacks import enable_stack_dumps
 from trinity_events.errors import (
     CorruptVersion,
@@ -90,6 +91,7 @@ class Explorer:
         *,
         lease: float = STATUS_LEASE,
     ) -> None:
+        self._clock = PhaseClock()
         enable_stack_dumps(config.run_id, f"{ROLE}-{rank}")
         # Here, since it imports torch, which a launcher does not need.
         from trinity_events import Synchronizer
@@ -184,6 +186,7 @@ class Explorer:
             waits=self._synchronizer.waits,
             publish=self._synchronizer.report,
             exits=self._exits,
+            clock=self._clock,
         )
         self._prefetcher = VersionPrefetcher(config, self._synchronizer)
         exempt_loaded_objects()
@@ -241,7 +244,7 @@ class Explorer:
         config = self.config
         versions = VersionFollower(run, config.epoch, method=config.sync.method)
         installer = VersionInstaller(
-            config, self._engine, self._synchronizer, versions, self._prefetcher
+            config, self._engine, self._synchronizer, versions, self._prefetcher, self._clock
         )
         async with (
             connect(config.redis_url) as client,
@@ -299,10 +302,19 @@ class Explorer:
         """Report that the explorer runs, and renew its lease, for the block."""
         lease = self._synchronizer.renewing_explorer_lease(lease=self._lease)
         await anyio.to_thread.run_sync(lease.__enter__)
+        self._clock.end_start()
+        phases = PhaseReports(
+            self._clock,
+            self._synchronizer.report,
+            gpus=self._gpus if self._device.startswith("cuda") else 0.0,
+            cores=threads(self.config.explorer.cpus, self.config.explorer.count + 1),
+        )
         try:
             yield
         finally:
             with anyio.CancelScope(shield=True):
+                # Before the lease ends: an explorer that reports lives.
+                await anyio.to_thread.run_sync(phases.close)
                 await anyio.to_thread.run_sync(lease.__exit__, None, None, None)
 
     async def _publish(self, event: SyncRequested | None) -> None:
@@ -371,9 +383,7 @@ class Explorer:
                 async with self._turns.training():
                     await installer.refresh(0)
             idle_since = anyio.current_time()
-            while not (
-                claims := await requests.claim(config.groups_per_claim, seconds=_CLAIM_BLOCK)
-            ):
+            while not (claims := await self._claim(requests)):
                 if not installer.is_current:
                     async with self._turns.training():
                         await installer.refresh(0)
@@ -399,6 +409,10 @@ class Explorer:
                 await versions.wait(config.steps, deadline=None)
                 tasks.cancel_scope.cancel()
         return claims
+
+    async def _claim(self, requests: RolloutClient) -> list[Claim]:
+        with self._clock.phase("waiting-requests"):
+            return await requests.claim(self.config.groups_per_claim, seconds=_CLAIM_BLOCK)
 
     async def _check_task_set(self, requests: RolloutClient, claims: Sequence[Claim]) -> None:
         """Give requests of another task set back, and raise RequestRefused."""
@@ -474,7 +488,7 @@ class Explorer:
                 answers = await self._episodes.answer_all(rollout_requests)
         except NotServing:  # a version was installed amid the answers, and is not whole
             answers = [GenerationAborted(request.ordinal) for request in rollout_requests]
-        sent = await send_answers(requests, claims, answers)
+        sent = await send_answers(requests, claims, answers, self._clock)
         self._groups += sent.counted
         if self._demand is not None and self._engine.serves is not None:
             await self._publish(self._demand.record_answers(self._engine.serves, sent.ordinals))

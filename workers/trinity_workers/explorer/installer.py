@@ -17,6 +17,7 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
+from trinity_events.diagnostics.phases import PhaseClock
 from trinity_events.errors import CorruptVersion, DeadlineExceeded, TrinityError, VersionUnavailable
 from trinity_schemas import PublicationStarted, StepReady, StepRef, SyncRequested
 
@@ -132,6 +133,7 @@ class VersionInstaller:
         synchronizer: Synchronizer that the engine installs from.
         versions: Follower of the run's versions.
         prefetcher: Prefetcher of the run's versions.
+        clock: Clock of the explorer.
     """
 
     def __init__(
@@ -141,7 +143,9 @@ class VersionInstaller:
         synchronizer: Synchronizer,
         versions: VersionFollower,
         prefetcher: VersionPrefetcher,
+        clock: PhaseClock | None = None,
     ) -> None:
+        self._clock = clock or PhaseClock()
         self._config = config
         self._engine = engine
         self._synchronizer = synchronizer
@@ -249,13 +253,16 @@ class VersionInstaller:
             CorruptVersion: It is damaged.
         """
         if StepRef(ready.epoch, ready.step) != self._engine.serves:
-            async with self._prefetcher.paused():
-                await self._engine.install(ready)
+            await self._hold_and_install(ready)
 
     async def _install(self, ready: StepReady) -> None:
-        async with self._prefetcher.paused():
-            await self._engine.install(ready)
+        await self._hold_and_install(ready)
         self.installed += 1
+
+    async def _hold_and_install(self, ready: StepReady) -> None:
+        with self._clock.phase("installing"):
+            async with self._prefetcher.paused():
+                await self._engine.install(ready)
 
     async def install_each(self) -> None:
         """Install each newer version as it comes, beside a generation, up to the last one.
@@ -274,7 +281,10 @@ class VersionInstaller:
         # A wait that lasts names the trainer: explain finds the first cause so (decision 24).
         reports = self._synchronizer.waits
         what = f"the weights of step {step}"
-        with reports.waiting(what, ["trainer-0"], deadline=timeout, step=step):
+        with (
+            self._clock.phase("waiting-weights"),
+            reports.waiting(what, ["trainer-0"], deadline=timeout, step=step),
+        ):
             return await self._versions.wait(step, deadline=timeout)
 
     def _serves(self, step: int) -> bool:

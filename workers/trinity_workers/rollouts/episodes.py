@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import anyio
 from msgspec.structs import replace
 
+from trinity_events.diagnostics.phases import PhaseClock
 from trinity_events.errors import TrinityError
 from trinity_events.rollouts import ABORTED, Claim, RolloutClient
+from trinity_events.rollouts.dispatch_state import count_sampled
 from trinity_events.system.error_text import first_error
 from trinity_schemas import (
     Experience,
@@ -185,6 +188,7 @@ class Episodes:
         error_score: Score of samples whose reward failed.
         held_out: True for episodes of held-out questions.
         report: Reports the error of a reward to the log; by default none is reported.
+        clock: Clock of the process, which counts the sampled tokens too.
     """
 
     engine: TurnGenerator
@@ -202,6 +206,11 @@ class Episodes:
     error_score: float = 0.0
     held_out: bool = False
     report: Callable[[RewardErrorReported], Awaitable[None]] | None = None
+    clock: PhaseClock = field(default_factory=PhaseClock)
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        """Return the phase of an activity; held-out questions have one for all activities."""
+        return self.clock.phase("evaluating" if self.held_out else name)
 
     async def answer(self, request: RolloutRequest) -> list[Experience]:
         """Return the experiences of one request; see :meth:`answer_all`. Raises what failed."""
@@ -234,10 +243,11 @@ class Episodes:
         while alive := [episode for group in groups for episode in group if not episode.over]:
             await self._policy_turns(alive, failed)
             # Environments of all requests side by side: the engine waits for the slowest.
-            async with anyio.create_task_group() as tasks:
-                for place, group in enumerate(groups):
-                    if place not in failed:
-                        tasks.start_soon(self._environment_turns, place, group, failed)
+            with self._phase("environment"):
+                async with anyio.create_task_group() as tasks:
+                    for place, group in enumerate(groups):
+                        if place not in failed:
+                            tasks.start_soon(self._environment_turns, place, group, failed)
             for place in failed:
                 groups[place] = []
         return Played(self, groups, failed)
@@ -269,18 +279,23 @@ class Episodes:
     async def _policy_turns(
         self, episodes: Sequence[_Episode], failed: dict[int, TrinityError]
     ) -> None:
-        generated = await self.engine.generate(
-            [
-                GenerationRequest(
-                    tokens=episode.tokens,
-                    sampling=episode.request.sampling,
-                    ordinal=episode.request.ordinal,
-                    sample=episode.sample,
-                    # Part of the key of the random numbers: each turn draws others.
-                    turn=episode.policy_turns,
-                )
-                for episode in episodes
-            ]
+        with self._phase("generating"):
+            generated = await self.engine.generate(
+                [
+                    GenerationRequest(
+                        tokens=episode.tokens,
+                        sampling=episode.request.sampling,
+                        ordinal=episode.request.ordinal,
+                        sample=episode.sample,
+                        # Part of the key of the random numbers: each turn draws others.
+                        turn=episode.policy_turns,
+                    )
+                    for episode in episodes
+                ]
+            )
+        self.clock.count_tokens(
+            "evaluated" if self.held_out else "sampled",
+            sum(len(generation.tokens) for generation in generated),
         )
         for episode, generation in zip(episodes, generated, strict=True):
             try:
@@ -489,9 +504,12 @@ class Played(NamedTuple):
     async def judged(self) -> list[list[Experience] | TrinityError]:
         """Return the experiences of each request, or the error that it failed with."""
         answers: list[list[Experience]] = [[] for _ in self.groups]
-        async with anyio.create_task_group() as tasks:
-            for place, group in enumerate(self.groups):
-                tasks.start_soon(self.episodes.judge_group, place, group, answers, self.failed)
+        with self.episodes._phase("judging"):
+            async with anyio.create_task_group() as tasks:
+                for place, group in enumerate(self.groups):
+                    tasks.start_soon(self.episodes.judge_group, place, group, answers, self.failed)
+        if not self.episodes.held_out:
+            self.episodes.clock.count_judged(sum(map(len, answers)))
         return [self.failed.get(place, answer) for place, answer in enumerate(answers)]
 
 
@@ -557,6 +575,7 @@ async def send_answers(
     requests: RolloutClient,
     claims: Sequence[Claim],
     answers: Sequence[list[Experience] | TrinityError],
+    clock: PhaseClock | None = None,
 ) -> Sent:
     """Send the answers of claims, and give those back that failed.
 
@@ -564,6 +583,7 @@ async def send_answers(
         requests: Client of the stream that they are of.
         claims: The claims.
         answers: Experiences of each, or the error that it failed with.
+        clock: Clock that counts what becomes of their tokens; None for those of evaluations.
 
     Raises:
         StaleEpoch: The run has a newer epoch.
@@ -581,4 +601,10 @@ async def send_answers(
         else:
             outgoing.append((claim, answer))
     counted = await requests.answer_all(outgoing)
+    if clock is not None:
+        for (_, experiences), is_first in zip(outgoing, counted, strict=True):
+            tokens = sum(map(count_sampled, experiences))
+            clock.count_tokens("answered" if is_first else "surplus", tokens)
+        aborted = any(isinstance(answer, GenerationAborted) for answer in answers)
+        clock.settle_tokens("aborted" if aborted else "failed")
     return Sent(sum(counted), [claim.request.ordinal for claim, _ in outgoing])

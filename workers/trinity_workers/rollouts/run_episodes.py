@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
+from trinity_events.diagnostics.phases import PhaseClock
 from trinity_events.diagnostics.waits import WaitReporter
 from trinity_schemas import RewardErrorReported
 
@@ -28,6 +29,7 @@ async def open_episodes(
     waits: WaitReporter,
     publish: Callable[[RewardErrorReported], None],
     exits: AsyncExitStack,
+    clock: PhaseClock,
 ) -> Episodes:
     """Start the judge and the environment of a run, and return its episodes.
 
@@ -39,6 +41,7 @@ async def open_episodes(
         waits: Reporter of long waits.
         publish: Publishes the error of a reward; it is called in a thread.
         exits: Stack that ends the judge and the environment.
+        clock: Clock of the process that answers.
 
     Raises:
         TrinityError: if one of them cannot be started.
@@ -70,6 +73,7 @@ async def open_episodes(
         on_error=config.rewards.on_error,
         error_score=config.rewards.error_score,
         report=ErrorReports(publish).add,
+        clock=clock,
     )
 
 

@@ -20,6 +20,7 @@ from trinity_events.coordinator import this_process
 from trinity_events.core.evaluations import evaluated_through
 from trinity_events.core.ledger import Ledger
 from trinity_events.core.reward_errors import REWARD_ERRORS
+from trinity_events.diagnostics.phases import PhaseClock, PhaseReports
 from trinity_events.diagnostics.stacks import enable_stack_dumps
 from trinity_events.errors import DeadlineExceeded, PublishError
 from trinity_events.log import (
@@ -114,6 +115,7 @@ class Trainer:
         *,
         lease: float = STATUS_LEASE,
     ) -> None:
+        self._clock = PhaseClock()
         enable_stack_dumps(config.run_id, "trainer-0")
         self.config = config
         self.engine = engine or get_trainer_wrapper(config)
@@ -170,6 +172,9 @@ class Trainer:
         )
         publisher = self._exits.enter_context(reports)
         self._waits = publisher.waits
+        # Without cores: it waits for ranks and explorers, which compute.
+        self._phases = PhaseReports(self._clock, publisher.publish, cores=0)
+        self._exits.enter_context(self._phases)
         compared = config.algorithm.filters
         limits = await anyio.to_thread.run_sync(
             partial(read_answer_limits, config, reward_part=compared.needed_part)
@@ -211,12 +216,13 @@ class Trainer:
         if config.trainer.colocated:
             from .rollouts.colocated import ColocatedAnswers  # as an explorer, it needs torch
 
-            self._answers = ColocatedAnswers(config, self.engine, client, publisher)
+            self._answers = ColocatedAnswers(config, self.engine, client, publisher, self._clock)
             await self._answers.prepare(task, sets, self._exits)
         await self._dispatcher.start()
         lease = renewing_trainer_lease(publisher, self._get_running_step, lease=self._lease)
         await anyio.to_thread.run_sync(self._exits.enter_context, lease)
         await anyio.to_thread.run_sync(publisher.flush)
+        self._clock.end_start()
         await self.synchronize()
         # Last: what is loaded by now stays for the whole run.
         exempt_loaded_objects()
@@ -272,8 +278,10 @@ class Trainer:
                 if self.need_save():
                     as_hf = self.config.is_hf_save_step(self.train_step_num)
                     await self.save_checkpoint(save_as_hf=as_hf)
-            await self.engine.wait_for_save()
-            await self._evaluator.drain()
+            with self._clock.phase("saving"):
+                await self.engine.wait_for_save()
+            with self._clock.phase("waiting-evaluation"):
+                await self._evaluator.drain()
             await self._dispatcher.release()
         # A trainer that is cancelled has stopped, too.
         except BaseException:
@@ -302,9 +310,11 @@ class Trainer:
             PayloadsUnusable: Tokens could not be loaded in each of several attempts.
         """
         for attempt in range(1, _LOADING_ATTEMPTS + 1):
-            groups = await self._take(self.train_step_num + 1)
+            with self._clock.phase("waiting-rollouts"):
+                groups = await self._take(self.train_step_num + 1)
             try:
-                return groups, await self.train_step([group.experiences for group in groups])
+                with self._clock.phase("training"):
+                    return groups, await self.train_step([group.experiences for group in groups])
             except PayloadsUnusable as error:
                 if attempt == _LOADING_ATTEMPTS:
                     raise
@@ -478,17 +488,21 @@ class Trainer:
         """Publish the present weights as a version."""
         # The loop publishes, and so do answers to explorers' requests: one version at a time.
         async with self._publishing:
-            self._add_published()
-            await self._evaluator.publishing(self.train_step_num)
-            # Before the weights leave: a request that comes from now on may have missed them.
-            for requests in (self._resends, self._demands):
-                requests.publishing(self.train_step_num)
-            if self._sends:
-                await self.engine.sync_weight_nccl(metrics)
-            elif self.config.sync.method == "checkpoint":
-                await self.engine.save_state_dict(metrics)
-            else:
-                await self.engine.upload_state_dict(metrics)
+            with self._clock.phase("publishing"):
+                await self._send_weights(metrics)
+
+    async def _send_weights(self, metrics: dict[str, float] | None) -> None:
+        self._add_published()
+        await self._evaluator.publishing(self.train_step_num)
+        # Before the weights leave: a request that comes from now on may have missed them.
+        for requests in (self._resends, self._demands):
+            requests.publishing(self.train_step_num)
+        if self._sends:
+            await self.engine.sync_weight_nccl(metrics)
+        elif self.config.sync.method == "checkpoint":
+            await self.engine.save_state_dict(metrics)
+        else:
+            await self.engine.upload_state_dict(metrics)
 
     def _add_published(self) -> None:
         """Let answers have tokens of the present weights, which explorers are about to get."""
@@ -502,7 +516,8 @@ class Trainer:
         state = TrainerState(
             step=step, ledger=self._dispatcher.ledger_at(step), metrics={**self._metrics}
         )
-        await self.engine.save_checkpoint(block_until_saved, save_as_hf, state)
+        with self._clock.phase("saving"):
+            await self.engine.save_checkpoint(block_until_saved, save_as_hf, state)
 
     async def shutdown(self) -> None:
         """Stop the workers, and close connections."""

@@ -10,6 +10,7 @@ import anyio
 import redis.asyncio
 from anyio import to_thread
 
+from trinity_events.diagnostics.phases import PhaseClock
 from trinity_events.log import Publisher
 from trinity_events.rollouts import Claim, RolloutClient, evaluation_keys
 from trinity_schemas import RunKeys
@@ -57,6 +58,7 @@ class ColocatedAnswers:
         engine: Engine whose ranks generate.
         client: Client of the server of the run's log.
         publisher: Publisher of the trainer's reports.
+        clock: Clock of the trainer's process.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class ColocatedAnswers:
         engine: TrainEngineWrapper,
         client: redis.asyncio.Redis,
         publisher: Publisher,
+        clock: PhaseClock,
     ) -> None:
+        self._clock = clock
         self._config = config
         self._engine = engine
         self._client = client
@@ -96,6 +100,7 @@ class ColocatedAnswers:
             waits=self._publisher.waits,
             publish=self._publisher.publish,
             exits=exits,
+            clock=self._clock,
         )
         self._players = {
             questions.fingerprint: create_held_out_episodes(episodes, questions)
@@ -134,7 +139,9 @@ class ColocatedAnswers:
                     for batch in _by_questions(claims):
                         player = self._players[batch[0].request.fingerprint]
                         answers = await player.answer_all([claim.request for claim in batch])
-                        await send_answers(requests, batch, answers)
+                        await send_answers(
+                            requests, batch, answers, None if player.held_out else self._clock
+                        )
         finally:
             # Also when cancelled: a member that is gone would stay in the group of explorers.
             with anyio.CancelScope(shield=True):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from trinity_events import CheckpointCoordinator, Synchronizer
 from trinity_events.coordinator import PlannedSave
+from trinity_events.diagnostics.phases import IDLE, PhaseClock, PhaseReports
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.rollouts.payloads import PayloadFault, PayloadsUnusable, load_groups
 from trinity_events.server import open_client
@@ -51,6 +52,22 @@ from .rollouts import RankRollouts, rank_rollouts
 logger = logging.getLogger(__name__)
 
 
+_PHASES = {
+    "load_payloads": "training",
+    "train_step": "training",
+    "generate_sequences": "generating",
+    "upload_state_dict": "publishing",
+    "sync_weight_nccl": "publishing",
+    "save_state_dict": "saving",
+    "save_checkpoint": "saving",
+    "save_weights": "saving",
+    "save_training_state": "saving",
+    "wait_on_save_thread": "saving",
+    "shutdown": "saving",
+}
+"""Phase of a rank within a call of a method."""
+
+
 class TrainWorker(TrainingRank):
     """Holds one rank's engine. All ranks call its methods together.
 
@@ -64,6 +81,13 @@ class TrainWorker(TrainingRank):
         self._prober: VersionProber | None = None
         self._loaded: dict[str, list[Experience]] = {}
         """Groups whose tokens were loaded for the next step, by the name of their payload."""
+        self._clock = PhaseClock("waiting-trainer")
+        self._phases: PhaseReports | None = None
+
+    def execute(self, method: str, is_answering: bool, /, *args: Any, **options: Any) -> Any:
+        """Call a method in its phase: between calls a rank waits for the trainer's process."""
+        with self._clock.phase(_PHASES.get(method, IDLE)):
+            return super().execute(method, is_answering, *args, **options)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def setup(self, host: str, port: int) -> None:
@@ -91,6 +115,14 @@ class TrainWorker(TrainingRank):
         self._publisher = Publisher(
             self._log, config.epoch, new_producer(ROLE, self._rank), deadline=deadline
         )
+        cores = torch.get_num_threads()
+        self._phases = PhaseReports(
+            self._clock,
+            self._publisher.publish,
+            gpus=float(self._device.type == "cuda"),
+            cores=cores,
+        )
+        self._clock.end_start()
         self._profiler = StepProfiler(config, ROLE, self._rank, self._publisher.publish)
         self._coordinator = CheckpointCoordinator(
             self._publisher, config.checkpoint_folder, strategy=config.checkpoints.strategy
@@ -364,6 +396,8 @@ class TrainWorker(TrainingRank):
             exits.callback(self._publisher.close)
             exits.callback(self._synchronizer.close)
             exits.callback(self._strategy.close)
+            if self._phases is not None:
+                exits.callback(self._phases.close)
             self._coordinator.wait_all(self._config.sync.timeout)
 
 
