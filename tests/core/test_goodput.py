@@ -5,13 +5,16 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.support.event_histories import History
 from trinity_events.analysis.goodput import Goodput, GoodputReader
+from trinity_events.analysis.metrics import MetricsReader
 from trinity_events.diagnostics.phases import PhaseClock
 from trinity_events.views.goodput import format_headline, format_stragglers, format_waste
 from trinity_schemas import (
     AppliedPhases,
     Envelope,
     LeaseExpired,
+    PhasesMeasured,
     Producer,
     RunClosed,
     RunOpened,
@@ -81,7 +84,7 @@ class Run:
             occurred_at=self.now,
             event=event,
         )
-        self.reader.add(f"{round(self.now * 1000)}-0", envelope)
+        self.reader.add(self.now, envelope)
 
     def send(self, process: Process, event) -> None:
         process.sequence += 1
@@ -446,3 +449,19 @@ def test_tokens_without_a_fate_are_settled_once():
         "failed": 30,
         "aborted": 0,
     }
+
+
+def test_trackers_get_goodput_and_rates_with_each_step():
+    history, metrics = History(), MetricsReader()
+    report = PhasesMeasured(seconds={"generating": 3.0, "idle": 1.0}, phase="idle", cores=1)
+    history.add(StepTrained(step=1, tokens={"trained": 60, "stale": 20}, staleness={0: 4}))
+    history.add(report, by="explorer")
+    history.add(StepTrained(step=2, tokens={"trained": 60, "stale": 20}, staleness={0: 4}))
+    first, second = [
+        reading.values for _, entry in history.entries if (reading := metrics.add(entry))
+    ]
+    assert "perf/goodput" not in first
+    assert second["perf/goodput"] == 0.75
+    assert second["perf/trained_token_share"] == 0.75
+    assert second["perf/tokens_per_second_per_core"] == pytest.approx(120 / 4)
+    assert second["perf/samples_per_second_per_core"] == pytest.approx(8 / 4)

@@ -65,8 +65,6 @@ _LEAST = 3
 """Least measurements of a straggler."""
 _SILENT = 90.0
 """Seconds without an entry after which no process is taken to live: each reports once a minute."""
-_SECOND = 1000.0
-"""Milliseconds of a second; times of entries are in milliseconds."""
 _DRIVER = "trainer-0"
 
 
@@ -196,7 +194,7 @@ class _Measure(Struct):
 class GoodputReader:
     """Reader of a run's goodput; it takes the events in the order of the log."""
 
-    def __init__(self, run_id: str) -> None:
+    def __init__(self, run_id: str = "") -> None:
         self.run_id = run_id
         self._sequences: dict[str, int] = {}
         self._epochs: list[_EpochRecord] = []
@@ -209,19 +207,23 @@ class GoodputReader:
         self._measures: dict[str, dict[str, _Measure]] = defaultdict(dict)
         self._applications = FirstApplications()
 
-    def add(self, entry_id: str, envelope: Envelope) -> None:
-        """Take an entry; a repeated one changes nothing."""
+    def add(self, now: float, envelope: Envelope) -> None:
+        """Take an entry of a time in Unix seconds; a repeated one changes nothing."""
         name, sequence = envelope.producer.incarnation, envelope.sequence
         if sequence <= self._sequences.pop(name, 0):
             self._sequences[name] = max(sequence, self._sequences.get(name, 0))
             return
         self._sequences[name] = sequence
         trim_oldest(self._sequences, KEPT_PRODUCERS)
-        now, event = int(entry_id.partition("-")[0]) / _SECOND, envelope.event
+        event = envelope.event
         if isinstance(event, RunOpened | RunResumed):
             self._open(envelope.epoch, now, event)
         if not self._epochs:
-            return
+            if not envelope.epoch or envelope.producer.role == REPORTER_ROLE:
+                return
+            # A reader that begins amid the log, as that of the metrics may.
+            epoch = _EpochRecord(number=envelope.epoch, opened_at=now, last_at=now)
+            self._epochs.append(epoch)
         self._epochs[-1].last_at = now
         self._record_life(envelope.producer, now)
         match event:

@@ -9,6 +9,11 @@ from msgspec import Struct
 from trinity_schemas import (
     Envelope,
     EvaluationFinished,
+    LeaseExpired,
+    PhasesMeasured,
+    RunClosed,
+    RunOpened,
+    RunResumed,
     StepCommitted,
     StepRef,
     StepTrained,
@@ -18,11 +23,13 @@ from trinity_schemas import (
 )
 
 from ..core.ordinal_ranges import count
+from .goodput import Goodput, GoodputReader
 from .transfers import FirstApplications
 
 GROUPS = ("train", "rollout", "eval", "perf", "off_policy")
 """Groups of metrics; a metric's name is ``GROUP/NAME``."""
 MEASURED = (
+    *(RunOpened, RunResumed, RunClosed, LeaseExpired, PhasesMeasured),
     StepTrained,
     VersionOpened,
     VersionPartPublished,
@@ -60,13 +67,17 @@ class MetricsReader:
         self._parts: dict[StepRef, list[VersionPartPublished]] = {}
         self._opened: dict[StepRef, float] = {}
         self._first_applications = FirstApplications()
+        self._goodput = GoodputReader()
 
     def add(self, envelope: Envelope) -> StepMetrics | None:
         """Take an event; return the metrics that it tells, if it tells any."""
         event, epoch = envelope.event, envelope.epoch
+        # By the senders' clocks, as all times here.
+        self._goodput.add(envelope.occurred_at, envelope)
         match event:
             case StepTrained(step=step):
-                return self._build(envelope, step, self._trained(envelope, event))
+                values = self._trained(envelope, event) | _measure_goodput(self._goodput.goodput())
+                return self._build(envelope, step, values)
             case VersionPartPublished(step=step):
                 self._parts.setdefault(StepRef(epoch, step), []).append(event)
             case StepCommitted(step=step):
@@ -143,6 +154,18 @@ def _evaluated(event: EvaluationFinished) -> dict[str, float]:
     """Return the results of a set as ``eval/SET/NAME``."""
     named = {f"eval/{event.name}/{name}": value for name, value in event.metrics.items()}
     return named | {f"eval/{event.name}/seconds": event.seconds}
+
+
+def _measure_goodput(goodput: Goodput) -> dict[str, float]:
+    """Return goodput, and rates by device, of a run whose processes report their phases."""
+    if not goodput.workers:
+        return {}
+    return {
+        "perf/goodput": goodput.productive,
+        "perf/trained_token_share": goodput.trained_tokens,
+        f"perf/tokens_per_second_per_{goodput.device.lower()}": goodput.tokens_per_device_second,
+        f"perf/samples_per_second_per_{goodput.device.lower()}": goodput.samples_per_device_second,
+    }
 
 
 def _staleness(samples: Mapping[int, int]) -> dict[str, float]:

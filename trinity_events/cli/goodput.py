@@ -13,7 +13,7 @@ from ..archive.export import whole_stream
 from ..archive.format import read_lines
 from ..archive.segments import Archive
 from ..core.fold import decode_entry
-from ..log import Entry, Stream
+from ..log import Entry, Stream, position
 from ..views.goodput import (
     format_headline,
     format_rates,
@@ -60,7 +60,7 @@ class _GoodputEntries:
             envelope = decode_entry(self.goodput.run_id, entry.payload, self._decode)
         except ContractError:
             return
-        self.goodput.add(entry.id, envelope)
+        self.goodput.add(position(entry.id)[0] / 1000, envelope)
 
 
 def _read_file(path: Path) -> Goodput:

@@ -14,6 +14,7 @@ from trinity_schemas import Envelope, StepRef, event_tag
 from ..analysis.causes import LiveFacts, select_processes
 from ..analysis.changes import changes
 from ..analysis.explain import explain
+from ..analysis.goodput import GoodputReader
 from ..analysis.proof import Proof
 from ..core import MonitorState
 from ..core.fold_state import format_producer
@@ -21,6 +22,14 @@ from ..log import Entry, before, position
 from ..replay import Folded, fold_each
 from ..views import state_as_json
 from ..views.changes import format_change, is_relevant
+from ..views.goodput import (
+    format_fate,
+    format_headline,
+    format_rates,
+    format_stragglers,
+    format_waste,
+    list_shares,
+)
 from .categories import CATEGORIES, TYPES, find_category, find_step
 from .history import History
 from .run_reader import RunReader
@@ -306,6 +315,25 @@ async def get_figures(reader: RunReader) -> dict[str, Any]:
         "metrics": {name: series.points() for name, series in sorted(run_figures.metrics.items())},
         "times": {name: series.points() for name, series in run_figures.times.items()},
         "staleness": sorted(run_figures.staleness.items()),
+        "goodput": build_goodput(run_figures.goodput, reader.now / 1000),
+    }
+
+
+def build_goodput(reader: GoodputReader, now: float) -> dict[str, Any] | None:
+    """Return where worker-seconds and tokens went, as tables; None without reported times."""
+    goodput = reader.goodput(now)
+    if not goodput.workers:
+        return None
+    return {
+        "words": format_headline(goodput),
+        "rates": format_rates(goodput),
+        "roles": {
+            role: [[format_fate(fate), fate, share] for fate, share in shares.items()]
+            for role, shares in list_shares(goodput).items()
+        },
+        "tokens": list(goodput.tokens.items()),
+        "waste": list(format_waste(goodput)),
+        "slow": list(format_stragglers(goodput.stragglers)),
     }
 
 

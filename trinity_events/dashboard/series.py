@@ -22,6 +22,7 @@ from trinity_schemas import (
     WeightsProof,
 )
 
+from ..analysis.goodput import GoodputReader
 from ..core.fold_state import format_producer, trim_oldest
 
 POINTS = 1024
@@ -121,9 +122,11 @@ class Figures:
         """Staleness in steps to the number of trained samples."""
         self.versions: dict[StepRef, Version] = {}
         """Last versions, oldest first."""
+        self.goodput = GoodputReader()
 
     def add(self, at: float, envelope: Envelope) -> None:
         """Take an event or an announcement, ``at`` in seconds by the server's clock."""
+        self.goodput.add(at, envelope)
         add = _ADDERS.get(type(envelope.event))
         if add is not None:
             add(self, at, envelope, envelope.event)

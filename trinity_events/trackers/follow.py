@@ -11,6 +11,7 @@ from anyio import to_thread
 from trinity_schemas import (
     ContractError,
     EnvelopeReader,
+    PhasesMeasured,
     RunClosed,
 )
 
@@ -31,11 +32,11 @@ async def track_live(
     """
     reader, feed = MetricsReader(), _Feed(trackers)
     # From the beginning: the epoch was opened before its trackers were.
-    async with subscribe(
-        run_id, *MEASURED, RunClosed, start="beginning", redis_url=redis_url
-    ) as events:
+    async with subscribe(run_id, *MEASURED, start="beginning", redis_url=redis_url) as events:
         async for delivered in events:
-            if delivered.envelope.epoch != epoch:
+            # Explorers outlive epochs: their reports have the epoch in which they began.
+            is_report = isinstance(delivered.event, PhasesMeasured)
+            if delivered.envelope.epoch != epoch and not is_report:
                 continue
             if isinstance(delivered.event, RunClosed):
                 return

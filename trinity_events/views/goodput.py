@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.table import Table
 
-from ..analysis.goodput import FATES, Goodput, Straggler, Waste, WorkerTime
+from ..analysis.goodput import FATES, Goodput, Straggler, Waste
 
 _ROLES = {"trainer": "trainer", "actor": "ranks", "explorer": "explorers", "reducer": "reducer"}
 """Role to its column; other roles keep their names."""
@@ -70,8 +70,7 @@ def format_fate(fate: str) -> str:
 
 def seconds_table(goodput: Goodput) -> Table:
     """Return the shares of worker-seconds by fate and role; each column adds up to 100 %."""
-    columns = _add_up_roles(goodput.workers)
-    columns["all"] = goodput.seconds
+    columns = _add_up_roles(goodput)
     table = Table(box=None, pad_edge=False, title=None)
     table.add_column("worker-seconds")
     for name in columns:
@@ -144,12 +143,24 @@ def _format_seconds(seconds: float) -> str:
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def _add_up_roles(workers: Iterable[WorkerTime]) -> dict[str, Mapping[str, float]]:
-    """Return the seconds by fate of each role, under the name of its column."""
+def list_shares(goodput: Goodput) -> dict[str, dict[str, float]]:
+    """Return the part of each fate in the seconds of each role, and of all."""
+    return {
+        name: {
+            fate: seconds[fate] / sum(seconds.values())
+            for fate in goodput.seconds
+            if seconds.get(fate)
+        }
+        for name, seconds in _add_up_roles(goodput).items()
+    }
+
+
+def _add_up_roles(goodput: Goodput) -> dict[str, Mapping[str, float]]:
+    """Return the seconds by fate of each role under the name of its column, and of all."""
     sums: dict[str, defaultdict[str, float]] = {}
-    for worker in workers:
+    for worker in goodput.workers:
         role = worker.process.rpartition("-")[0]
         column = sums.setdefault(_ROLES.get(role, role), defaultdict(float))
         for fate, seconds in worker.seconds.items():
             column[fate] += seconds
-    return dict(sums)
+    return {**sums, "all": goodput.seconds}

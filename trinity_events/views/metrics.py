@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 
 from trinity_schemas import (
     EvaluationFinished,
+    PhasesMeasured,
     SaveFailed,
     SaveFinished,
     StepCommitted,
@@ -30,6 +31,7 @@ from trinity_schemas import (
     event_tag,
 )
 
+from ..analysis.goodput import Goodput, GoodputReader
 from ..core import MonitorState
 from ..core.handlers.waits import open_waits
 from ..core.ordinal_ranges import count as count_ordinals
@@ -79,6 +81,20 @@ class RunMetrics:
         self._prompts = gauge("prompts", "Prompts by fate.", "fate")
         self._dropped = gauge("dropped_prompts", "Dropped prompts by reason.", "reason")
         self._metric = gauge("training_metric", "Last value of a metric of training.", "name")
+        self._worker_seconds = gauge(
+            "worker_seconds", "Seconds of the run's processes by fate.", "fate"
+        )
+        self._tokens = gauge(
+            "sampled_tokens", "Sampled tokens by fate, since the metrics began.", "fate"
+        )
+        self._productive = gauge(
+            "goodput_ratio", "Part of the ranks' and explorers' time that made gradient."
+        )
+        self._rate = gauge(
+            "trained_tokens_per_device_second",
+            "Trained tokens a second and GPU, or core without GPUs, since the metrics began.",
+        )
+        self._goodput = GoodputReader(run_id)
         self._dead = gauge("dead_letters", "Entries of the log that could not be decoded.")
         self._anomalies = gauge("anomalies", "Anomalies of the log.", "name")
         self._refused = gauge("refused_versions", "Weight versions that explorers refused.")
@@ -127,15 +143,29 @@ class RunMetrics:
             folded: Entries since the last call.
             now: Milliseconds of the server's clock.
         """
+        is_measured = False
         for entry in folded:
             if entry.envelope is not None:
+                self._goodput.add(position(entry.entry.id)[0] / 1000, entry.envelope)
+                is_measured |= isinstance(entry.envelope.event, PhasesMeasured | StepTrained)
                 self._events.labels(self._run, event_tag(entry.envelope.event)).inc()
                 self._count(entry.envelope.event)
             for announcement in entry.announcements:
                 self._events.labels(self._run, event_tag(announcement.event)).inc()
                 if isinstance(announcement.event, StepFailed):
                     self._failed_steps.labels(self._run, announcement.event.kind).inc()
+        if is_measured:
+            self._show_goodput(self._goodput.goodput())
         self._show(state, now)
+
+    def _show_goodput(self, goodput: Goodput) -> None:
+        run = self._run
+        for fate, seconds in list(goodput.seconds.items())[:_METRICS]:
+            self._worker_seconds.labels(run, fate).set(seconds)
+        for fate, tokens in list(goodput.tokens.items())[:_METRICS]:
+            self._tokens.labels(run, fate).set(tokens)
+        self._productive.labels(run).set(goodput.productive)
+        self._rate.labels(run).set(goodput.tokens_per_device_second)
 
     def _count(self, event: object) -> None:
         run = self._run

@@ -1,13 +1,92 @@
-// The ledger of prompts, and the staleness of trained samples.
+// The ledger of prompts, goodput, and the staleness of trained samples.
 
-import { count, empty, figure, h, meter, panel, plural, table } from "./format.js";
+import { CATEGORY_COLORS, count, empty, figure, h, meter, panel, plural, table } from "./format.js";
 
 export function renderLedger(view, figures) {
   const { ledger } = view;
+  const goodput = goodputPanel(figures?.goodput);
   if (!ledger)
-    return [panel("Ledger of prompts", "", empty("The run has dispatched no rollouts."))];
-  return [ledgerPanel(ledger), stalenessPanel(figures?.staleness)];
+    return [panel("Ledger of prompts", "", empty("The run has dispatched no rollouts.")), goodput];
+  return [ledgerPanel(ledger), goodput, stalenessPanel(figures?.staleness)];
 }
+
+// Colors of fates; all others are waits.
+const FATE_COLORS = {
+  training: "train",
+  generating: "ready",
+  judging: "rollouts",
+  environment: "rollouts",
+  evaluating: "rollouts",
+  installing: "apply",
+  publishing: "publish",
+  saving: "save",
+  recomputing: "failure",
+  lost: "failure",
+  down: "failure",
+};
+
+function goodputPanel(goodput) {
+  if (!goodput) return panel("Goodput", "", empty("Its processes have reported no times."));
+  const bar = ([role, shares]) =>
+    h(
+      "tr",
+      {},
+      h("th", {}, role),
+      h(
+        "td",
+        { class: "wide" },
+        h(
+          "div",
+          { class: "stack", role: "img", "aria-label": `${role}: ${wordsOf(shares)}` },
+          shares.map(([name, fate, share]) =>
+            h("div", {
+              css: {
+                flex: String(share),
+                background: CATEGORY_COLORS[FATE_COLORS[fate] ?? "wait"],
+              },
+              title: `${name}: ${percent(share)}`,
+            }),
+          ),
+        ),
+      ),
+      h("td", { class: "muted" }, wordsOf(shares.toSorted((a, b) => b[2] - a[2]).slice(0, 3))),
+    );
+  const sampled = goodput.tokens.reduce((total, one) => total + one[1], 0);
+  const tokens = goodput.tokens.map(([fate, number]) =>
+    h(
+      "tr",
+      {},
+      h("th", {}, fate),
+      h("td", { class: "wide" }, meter(number / sampled)),
+      h("td", { class: "number" }, percent(number / sampled)),
+      h("td", { class: "number muted" }, count(number)),
+    ),
+  );
+  const lines = (title, rows) =>
+    rows.length
+      ? [
+          h("h3", {}, title),
+          h(
+            "ul",
+            { class: "plain" },
+            rows.map((one) => h("li", {}, one)),
+          ),
+        ]
+      : [];
+  return panel(
+    "Goodput",
+    goodput.rates,
+    h("p", {}, goodput.words),
+    table([], Object.entries(goodput.roles).map(bar), "bars"),
+    ...(tokens.length ? [h("h3", {}, "Sampled tokens"), table([], tokens, "bars")] : []),
+    ...lines("Wasted or waited, by cause", goodput.waste),
+    ...lines("Slow processes", goodput.slow),
+  );
+}
+
+const percent = (share) => `${figure(100 * share)} %`;
+const wordsOf = (shares) =>
+  shares.map(([name, , share]) => `${name} ${percent(share)}`).join(", ");
 
 function ledgerPanel(ledger) {
   const dropped = Object.entries(ledger.dropped);
