@@ -97,6 +97,14 @@ class TrainWorker(TrainingRank):
         self._rollouts: RankRollouts | None = None
         if self._config.trainer.colocated:
             self._rollouts = rank_rollouts(self._config, self._device, self._engine)
+        # Here, and not in open(): ranks of roles are called past execute(), and measure no phases.
+        self._phases = PhaseReports(
+            self._clock,
+            self._publisher.publish,
+            gpus=float(self._device.type == "cuda"),
+            cores=torch.get_num_threads(),
+        )
+        self._clock.end_start()
         exempt_loaded_objects()
 
     def open(self, step: Any) -> None:
@@ -115,14 +123,6 @@ class TrainWorker(TrainingRank):
         self._publisher = Publisher(
             self._log, config.epoch, new_producer(ROLE, self._rank), deadline=deadline
         )
-        cores = torch.get_num_threads()
-        self._phases = PhaseReports(
-            self._clock,
-            self._publisher.publish,
-            gpus=float(self._device.type == "cuda"),
-            cores=cores,
-        )
-        self._clock.end_start()
         self._profiler = StepProfiler(config, ROLE, self._rank, self._publisher.publish)
         self._coordinator = CheckpointCoordinator(
             self._publisher, config.checkpoint_folder, strategy=config.checkpoints.strategy
