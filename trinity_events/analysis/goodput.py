@@ -600,10 +600,10 @@ def _split_by_driver(seconds: dict[str, float], driver: Mapping[str, float]) -> 
     """
     wait = seconds.pop("waiting-trainer")
     parts = {
-        fate: cost
-        for fate, cost in driver.items()
-        if fate.startswith("waiting-") or fate in ("idle", "starting")
+        fate: cost for fate, cost in driver.items() if fate.startswith("waiting-") or fate == "idle"
     }
+    # While both start, the rank does not wait yet.
+    parts["starting"] = max(driver.get("starting", 0.0) - seconds.get("starting", 0.0), 0.0)
     # Calls take longer than the work of the rank: arguments travel, and the slowest rank ends them.
     calls = sum(driver.get(phase, 0.0) for phase in ("training", "publishing", "saving"))
     work = sum(seconds.get(phase, 0.0) for phase in ("training", "publishing", "saving"))
@@ -622,9 +622,11 @@ def _split_tail(seconds: dict[str, float], driver: Mapping[str, float]) -> None:
     It waits for the trainer for no longer than that is at work: the rest is the least tail.
     """
     waits = [fate for fate in ("waiting-requests", "waiting-weights") if seconds.get(fate)]
-    total, age = sum(seconds[fate] for fate in waits), sum(driver.values())
-    present = min(_ratio(sum(seconds.values()), age), 1.0)
-    busy = (age - driver.get("waiting-rollouts", 0.0)) * present
+    total = sum(seconds[fate] for fate in waits)
+    own_start, start = seconds.get("starting", 0.0), driver.get("starting", 0.0)
+    age = sum(driver.values()) - start
+    present = min(_ratio(sum(seconds.values()) - own_start, age), 1.0)
+    busy = (age - driver.get("waiting-rollouts", 0.0)) * present + max(start - own_start, 0.0)
     tail = max(total - busy, 0.0)
     if tail:
         for fate in waits:
