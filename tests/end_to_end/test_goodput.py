@@ -146,7 +146,9 @@ def test_a_slow_reward_and_filtered_groups_are_found_and_tokens_are_exact(
     assert wastes["filtered"]["tokens"] == goodput["tokens"]["filtered"]
 
 
-@pytest.mark.nightly("core/test_goodput.py")
+@pytest.mark.nightly(
+    "core/test_goodput.py::test_an_old_checkpoint_costs_the_steps_that_are_trained_again"
+)
 def test_a_dead_explorer_and_an_old_checkpoint_cost_what_they_cost(
     processes, policy_folder, tmp_path
 ):
@@ -193,7 +195,9 @@ def test_a_dead_explorer_and_an_old_checkpoint_cost_what_they_cost(
     assert sum(goodput["tokens"].values()) <= sum(judged.tokens for judged in planted.judged())
 
 
-@pytest.mark.nightly("core/test_goodput.py")
+@pytest.mark.nightly(
+    "core/test_goodput.py::test_a_dead_explorer_costs_its_time_and_what_it_had_under_way"
+)
 def test_idle_explorers_and_a_killed_one_are_found_while_the_run_goes_on(
     processes, policy_folder, tmp_path
 ):
