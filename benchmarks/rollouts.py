@@ -1,34 +1,47 @@
-"""Overhead of a step's rollouts beyond computing, with explorers that answer at once."""
+"""Overhead of a step's rollouts beyond computing, with explorers that answer at once.
+
+A step is from the dispatch of its prompts until every rank has the batch of its groups, and the
+answers are freed. Tokens travel as payloads in shared memory, as payloads on the server, or in the
+stream itself.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from subprocess import Popen
+from typing import Any, Literal, NamedTuple
 
 import anyio
+import anyio.to_thread
+import msgspec
 import psutil  # type: ignore[import-untyped]
 import redis.asyncio
 
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
 from trinity_events.rollouts import AnswerGroup, DispatchSettings, RolloutDispatcher
 from trinity_events.server import connect
-from trinity_schemas import Experience, RunKeys, Sampling, StepRef
-from trinity_workers.algorithms.collate import collate
+from trinity_events.system.shared_memory import SHARED_MEMORY, free_bytes
+from trinity_schemas import ExperienceReference, RunKeys, Sampling, StepRef
+from trinity_workers.worker_group.rows import split_rows
+from trinity_workers.worker_group.wire import pack
 
 from .environment import Stage, process
-from .instant_explorer import KEY, LEASE
+from .instant_explorer import KEY, LEASE, open_store
 from .latency import IN, OUT, hops, milliseconds
+from .loading_rank import LENGTH, Loaded, LoadRequest
 from .measure import Findings, Noise, Rounds, Row, median, percentile, say, spread
 from .report import SPEED
 
-TITLE = "a step's rollouts beyond computing: dispatch, claim, answer, take, trained"
+TITLE = "a step's rollouts beyond computing: dispatch, claim, answer, take, load, trained"
 PLACE = SPEED
 EXPLORERS = 2
+RANKS = 2
 SAMPLES = 8
 FINGERPRINT = "sha256:" + "1" * 64
-DEADLINE = 60.0
+DEADLINE = 120.0
 PAUSE = 0.005
 """Seconds before a step whose overhead is measured, after which all processes wait again."""
 WARM_UP = 3
@@ -36,13 +49,27 @@ WARM_UP = 3
 GENERATION = 0.1
 """Seconds of a generation, where the explorers' idle share is measured."""
 GOAL = 0.020
-"""Median seconds of a step that the design asks for."""
+"""Median seconds of a short step that the design asks for."""
+LONG_GOAL = 0.060
+"""Median seconds of :data:`GOAL_SHAPE` that the design asks for, with its tensors."""
 WITHIN = Rounds("at most", 1)
-
-
 COPY = "bench:copy"
-"""Stream of the bare copies."""
+"""Keys, and a folder, of the bare copies."""
 TWICE = Rounds("at most", 2)
+FLAT = Rounds("at most", 1.5)
+"""Growth of the trainer's processor time from the shortest samples to longer ones."""
+_MOST_TOKENS = 60_000_000
+"""Trained tokens of one round of a shape, from which on it has fewer steps."""
+_LEAST_STEPS = 3
+_BYTES_A_TOKEN = 100
+"""Memory of a token in all processes: payload, samples, and the tensors of its batch."""
+
+Medium = Literal["stream", "shm", "redis"]
+MEDIA: dict[Medium, str] = {
+    "stream": "samples in the stream",
+    "shm": "payloads in shared memory",
+    "redis": "payloads on the server",
+}
 
 
 class Shape(NamedTuple):
@@ -63,7 +90,7 @@ class Shape(NamedTuple):
 
     def __str__(self) -> str:
         """Return the shape in words."""
-        return f"{self.samples} samples of {self.tokens:,} tokens"
+        return f"{self.samples:,} samples of {self.tokens:,} tokens"
 
 
 class Size(NamedTuple):
@@ -76,13 +103,30 @@ class Size(NamedTuple):
 
 
 SHORT = (Shape(8, 64), Shape(64, 64))
-LONG = (Shape(64, 1024), Shape(64, 8192), Shape(16, 32_768))
-"""Steps of up to 4 million tokens."""
+GOAL_SHAPE = Shape(64, 4096)
+LONG = (Shape(64, 1024), GOAL_SHAPE, Shape(64, 8192), Shape(16, 32_768))
+LARGE = (Shape(512, 64), Shape(512, 1024), Shape(512, 8192), Shape(512, 32_768))
+"""Steps of 4,096 samples, of up to 134 million tokens."""
 SIZES = {
-    "tiny": Size(1, 4, (Shape(2, 64), Shape(2, 1024)), "10 s"),
-    "small": Size(2, 8, (*SHORT, *LONG), "90 s"),
-    "full": Size(3, 20, (*SHORT, *LONG), "5 min"),
+    "tiny": Size(1, 4, (Shape(2, 64), Shape(2, 1024)), "20 s"),
+    "small": Size(2, 8, (*SHORT, *LONG), "3 min"),
+    "full": Size(3, 20, (*SHORT, *LONG, *LARGE), "12 min"),
 }
+
+
+class Processes(NamedTuple):
+    """Figures of each kind of process; processes of one kind count together."""
+
+    trainer: float
+    explorers: float
+    server: float
+    ranks: float
+
+    def format(self, unit: str) -> str:
+        """Return the figures in milliseconds or MiB."""
+        if unit == "ms":
+            return ", ".join(map(milliseconds, self))
+        return ", ".join(f"{figure / 2**20:,.0f} MiB" for figure in self)
 
 
 class Steps(NamedTuple):
@@ -95,16 +139,16 @@ class Steps(NamedTuple):
     """Events of a step in the log."""
     bytes: float
     """Bytes of these events."""
-    trainer: float
-    """Seconds of a step that this process computed, without the tensors."""
-    explorers: float
-    """Seconds of a step that all explorers computed."""
-    server: float
-    """Seconds of a step that the server computed."""
-    received: float
-    """Bytes of a step that the server received."""
+    computed: Processes
+    """Processor seconds of a step."""
+    peak: Processes
+    """Bytes of memory at most, during the steps."""
+    size: float
+    """Bytes of the answers of a step: entries and payloads."""
+    load: float
+    """Median seconds in which the slowest rank got its samples."""
     tensors: float
-    """Median seconds in which the groups of a step became a batch."""
+    """Median seconds in which the slowest rank made a batch of them."""
     copy: float
     """Median seconds of a bare copy of the bytes of a step."""
 
@@ -114,84 +158,163 @@ class Steps(NamedTuple):
         return median(self.seconds)
 
 
+class Rank:
+    """Process that loads the tokens of a share of a step's groups."""
+
+    def __init__(self, started: Popen[bytes]) -> None:
+        self.pid = started.pid
+        assert started.stdin is not None
+        assert started.stdout is not None
+        self._requests, self._answers = started.stdin, started.stdout
+        self.receive()
+
+    def load(self, request: LoadRequest) -> Loaded:
+        """Load groups, and return what it took."""
+        encoded = msgspec.msgpack.encode(request)
+        self._requests.write(LENGTH.pack(len(encoded)))
+        self._requests.write(encoded)
+        self._requests.flush()
+        return self.receive()
+
+    def receive(self) -> Loaded:
+        """Return its next answer."""
+        [length] = LENGTH.unpack(self._answers.read(LENGTH.size))
+        return msgspec.msgpack.decode(self._answers.read(length), type=Loaded)
+
+
+@contextmanager
+def ranks_of(on: Stage) -> Iterator[list[Rank]]:
+    """Start the ranks, which end with the block."""
+    with ExitStack() as exits:
+        started = [
+            exits.enter_context(
+                process("benchmarks.loading_rank", on.url, home=on.folder, with_output=True)
+            )
+            for _ in range(RANKS)
+        ]
+        yield [Rank(rank) for rank in started]
+
+
 def run(on: Stage, size: Size, noise: Noise) -> Findings:
-    """Measure each shape in rounds that take turns, and two bare hops in each."""
-    rounds_by_shape: dict[Shape, list[Steps]] = {shape: [] for shape in size.shapes}
+    """Measure each shape by each way of its tokens, in rounds that take turns."""
+    left_out = [shape for shape in size.shapes if not fits(shape)]
+    shapes = [shape for shape in size.shapes if shape not in left_out]
+    cases = [(shape, medium) for shape in shapes for medium in media_of(shape)]
+    rounds: dict[tuple[Shape, Medium], list[Steps]] = {case: [] for case in cases}
     bare: list[float] = []
-    with process("benchmarks.relay", on.url, IN, OUT, home=on.folder):
+    with process("benchmarks.relay", on.url, IN, OUT, home=on.folder), ranks_of(on) as ranks:
         for number in range(size.rounds):
-            for shape in size.shapes:
+            for shape, medium in cases:
                 noise.beat()
-                say(f"  round {number + 1} of {size.rounds}: {shape}")
-                rounds_by_shape[shape].append(anyio.run(steps, on, shape, size.steps, 0.0))
+                say(f"  round {number + 1} of {size.rounds}: {shape}, {MEDIA[medium]}")
+                count = steps_of(shape, size)
+                rounds[shape, medium].append(anyio.run(steps, on, shape, medium, count, 0.0, ranks))
             bare += anyio.run(bare_hops, on, size.steps)
-    busy = anyio.run(steps, on, size.shapes[0], size.steps, GENERATION)
-    rows = [
-        row for shape, rounds in rounds_by_shape.items() for row in rows_of(shape, rounds, bare)
-    ]
+        busy = anyio.run(steps, on, shapes[0], "shm", size.steps, GENERATION, ranks)
+    rows = [row for case in cases for row in rows_of(*case, rounds[case], bare)]
+    rows += growth_rows(rounds)
     rows.append(
         Row(
             what=f"explorers idle, {milliseconds(GENERATION)} a generation, one step ahead",
             figure=f"{busy.idle:.1%}",
         )
     )
-    return Findings(rows, notes(size))
+    return Findings(rows, notes(size, left_out))
 
 
-def notes(size: Size) -> list[str]:
+def media_of(shape: Shape) -> list[Medium]:
+    """Return the ways of the tokens that are measured for a shape."""
+    # The former way for comparison, where a sample is below the limit of an entry.
+    return [*MEDIA] if shape in (*SHORT, GOAL_SHAPE) else ["shm", "redis"]
+
+
+def steps_of(shape: Shape, size: Size) -> int:
+    """Return the steps of a round."""
+    return max(_LEAST_STEPS, min(size.steps, _MOST_TOKENS // shape.trained))
+
+
+def fits(shape: Shape) -> bool:
+    """Return True if this machine has the memory for steps of a shape."""
+    available: int = psutil.virtual_memory().available
+    # Explorers write the next answers while those of a step are read.
+    return available > _BYTES_A_TOKEN * shape.trained and free_bytes() > 20 * shape.trained
+
+
+def notes(size: Size, left_out: Sequence[Shape]) -> list[str]:
     """Return what the figures are of."""
-    return [
-        f"{EXPLORERS} explorers in processes of their own claim four prompts at a time, and answer "
+    words = [
+        f"{EXPLORERS} explorers in separate processes claim four prompts at a time, and answer "
         f"each with {SAMPLES} samples that are ready, of a vocabulary above 65,536; the trainer is "
-        f"this process. {size.rounds} rounds of {size.steps} steps for each shape.",
-        "A bare copy writes as many entries of as many bytes to a stream of the same server, and "
-        "reads them, in this process. The tensors are the batch of the whole step, with padding; "
-        "they are no part of the step's seconds.",
-        "A step is from the dispatch of its prompts to the freeing of its answers: nothing is "
-        "asked for ahead, so all of it is overhead. Two bare hops are one message there and back.",
+        f"this process, and {RANKS} ranks in separate processes load the tokens and make batches, "
+        f"with padding, on the CPU. {size.rounds} rounds of {size.steps} steps for each shape, and "
+        "fewer of large ones. The ranks get their shares through pipes, and not through Ray.",
+        "A bare copy writes payloads of as many bytes to the same medium and reads them, in this "
+        "process; for samples in the stream it is of as many entries.",
+        "A step is from the dispatch of its prompts to the freeing of its answers, after each rank "
+        "has its batch: nothing is asked for ahead, so all of it is overhead. Two bare hops are "
+        "one message there and back. Memory is that of the processes at most (VmHWM), with the "
+        "shared pages that they have mapped.",
         "The idle share is of the explorers' time in all, from their first claim on. Where answers "
         f"are ready, they wait while the trainer works, and {milliseconds(PAUSE)} before a step.",
-        f"Held against {milliseconds(GOAL)}, which the design asks for. A design that polls a file "
-        "or a queue once a second takes at least that second.",
+        f"Held against {milliseconds(GOAL)} for short samples, and {milliseconds(LONG_GOAL)} for "
+        f"{GOAL_SHAPE}, which the design asks for. A design that polls a file or a queue once a "
+        "second takes at least that second.",
     ]
+    if left_out:
+        shapes = "; ".join(map(str, left_out))
+        words.append(f"Left out, as this machine has too little memory: {shapes}.")
+    return words
 
 
-def rows_of(shape: Shape, rounds: list[Steps], bare: list[float]) -> list[Row]:
-    """Return the rows of one shape."""
+def rows_of(
+    shape: Shape, medium: Medium, rounds: Sequence[Steps], bare: Sequence[float]
+) -> list[Row]:
+    """Return the rows of one shape by one way of its tokens."""
     seconds = [seconds_of_step for steps in rounds for seconds_of_step in steps.seconds]
     medians = [steps.median for steps in rounds]
     last, is_short = rounds[-1], shape.tokens == SHORT[0].tokens
-    copy, tensors = (
-        median([getattr(steps, name) for steps in rounds]) for name in ("copy", "tensors")
+    copy, size, load, tensors = (
+        median([getattr(steps, name) for steps in rounds])
+        for name in ("copy", "size", "load", "tensors")
     )
-    received = median([steps.received for steps in rounds])
+    computed, peak = (
+        Processes(*(median(figures) for figures in zip(*kinds, strict=True)))
+        for kinds in ([steps.computed for steps in rounds], [steps.peak for steps in rounds])
+    )
+    case = f"{shape}, {MEDIA[medium]}"
+    goal = GOAL if is_short else LONG_GOAL if shape == GOAL_SHAPE else None
+    # The former way is there for comparison; no goal is set for it.
+    targets = medium != "stream"
     rows = [
         Row(
-            what=f"a step of {shape}, median",
+            what=f"a step of {case}, median",
             figure=milliseconds(median(seconds)),
-            peer="asked for" if is_short else "a bare copy of its bytes",
-            peer_figure=milliseconds(GOAL if is_short else copy),
-            ratio=median(seconds) / (GOAL if is_short else copy),
-            target=WITHIN if is_short else TWICE,
+            peer="a bare copy of its bytes" if goal is None else "asked for",
+            peer_figure=milliseconds(copy if goal is None else goal),
+            ratio=median(seconds) / (copy if goal is None else goal),
+            target=(TWICE if goal is None else WITHIN) if targets else None,
             spread=spread(medians),
         ),
         Row(
-            what="its bytes through the server",
-            figure=f"{received / 2**20:.1f} MiB, {received / shape.trained:.2f} bytes a token",
+            what="its bytes, and a bare copy of them",
+            figure=f"{size / 2**20:.1f} MiB, {size / shape.trained:.2f} bytes a token",
+            peer="the copy",
+            peer_figure=milliseconds(copy),
         ),
         Row(
-            what="its processor time: trainer, explorers, server",
-            figure=", ".join(
-                milliseconds(median([getattr(steps, name) for steps in rounds]))
-                for name in ("trainer", "explorers", "server")
-            ),
+            what="its processor time: trainer, explorers, server, ranks",
+            figure=computed.format("ms"),
         ),
-        Row(what="its tensors", figure=milliseconds(tensors)),
+        Row(what="peak memory: trainer, explorers, server, ranks", figure=peak.format("MiB")),
+        Row(
+            what="of it in the slowest rank: its samples, its tensors",
+            figure=f"{milliseconds(load)}, {milliseconds(tensors)}",
+        ),
     ]
     if is_short:
         rows += [
             Row(
-                what=f"a step of {shape}, p95",
+                what=f"a step of {case}, p95",
                 figure=milliseconds(percentile(seconds, 0.95)),
                 peer="two bare hops, median",
                 peer_figure=milliseconds(median(bare)),
@@ -209,6 +332,32 @@ def rows_of(shape: Shape, rounds: list[Steps], bare: list[float]) -> list[Row]:
     return rows
 
 
+def growth_rows(rounds: dict[tuple[Shape, Medium], list[Steps]]) -> list[Row]:
+    """Return how the trainer's processor time grows with the length of samples."""
+    rows = []
+    for prompts in sorted({shape.prompts for shape, _ in rounds}):
+        for medium in ("shm", "redis"):
+            trainer = {
+                shape.tokens: median([steps.computed.trainer for steps in measured])
+                for (shape, of_medium), measured in rounds.items()
+                if shape.prompts == prompts and of_medium == medium
+            }
+            if len(trainer) > 1:
+                short, long = min(trainer), max(trainer)
+                rows.append(
+                    Row(
+                        what=f"trainer's processor time of {prompts * SAMPLES:,} samples of "
+                        f"{long:,} tokens, {MEDIA[medium]}",
+                        figure=milliseconds(trainer[long]),
+                        peer=f"of {short:,} tokens",
+                        peer_figure=milliseconds(trainer[short]),
+                        ratio=trainer[long] / trainer[short],
+                        target=FLAT,
+                    )
+                )
+    return rows
+
+
 async def bare_hops(on: Stage, samples: int) -> list[float]:
     """Return the seconds of messages to another process and back."""
     async with connect(on.url) as client:
@@ -218,7 +367,14 @@ async def bare_hops(on: Stage, samples: int) -> list[float]:
             return [await hop() for _ in range(samples)]
 
 
-async def steps(on: Stage, shape: Shape, count: int, generation: float) -> Steps:
+async def steps(  # what a round is of, called in one place
+    on: Stage,
+    shape: Shape,
+    medium: Medium,
+    count: int,
+    generation: float,
+    ranks: Sequence[Rank],
+) -> Steps:
     """Run steps of a run of its own; with a generation that takes time, one step ahead."""
     run_id = f"bench-rollouts-{time.time_ns()}"
     prompts = shape.prompts
@@ -226,88 +382,227 @@ async def steps(on: Stage, shape: Shape, count: int, generation: float) -> Steps
         epoch = await open_run(client, run_id)
         log = RedisEventLog(client, run_id)
         publisher = AsyncPublisher(log, epoch, new_producer("trainer"))
-        dispatcher = RolloutDispatcher(client, publisher, settings(run_id, epoch, shape))
+        dispatcher = RolloutDispatcher(
+            client,
+            publisher,
+            settings(run_id, epoch, shape),
+            payloads=open_store(client, run_id, medium),
+        )
         await dispatcher.start()
+        stepper = Stepper(dispatcher, run_id, medium, ranks, prompts)
         ahead = prompts if generation else 0
         with ExitStack() as explorers:
             started = []
             for name in range(EXPLORERS):
-                command = (on.url, run_id, f"explorer-{name}", str(shape.tokens), str(generation))
+                options = (f"explorer-{name}", str(shape.tokens), str(generation), medium)
                 started.append(
                     explorers.enter_context(
-                        process("benchmarks.instant_explorer", *command, home=on.folder)
+                        process(
+                            "benchmarks.instant_explorer", on.url, run_id, *options, home=on.folder
+                        )
                     )
                 )
             pids = [explorer.pid for explorer in started]
             await dispatcher.dispatch(ahead, StepRef(epoch, 0))
-            first = await warm_up(dispatcher, epoch, prompts)
-            before, spent_before = await log.read(limit=10**6), await spent(client, pids)
-            seconds, tensors, own = [], [], 0.0
-            for step in range(count):
-                await anyio.sleep(0 if generation else PAUSE)
-                began, computed = time.perf_counter(), time.process_time()
-                groups = await one_step(dispatcher, StepRef(epoch, first + step), prompts)
-                ended = time.perf_counter()
-                own += time.process_time() - computed
-                collate([cast("list[Experience]", group.experiences) for group in groups], 0)
-                tensors.append(time.perf_counter() - ended)
-                seconds.append(ended - began)
-                del groups
-            spent_after, after = await spent(client, pids), await log.read(limit=10**6)
+            first = await stepper.warm_up(epoch)
+            watched = (
+                [psutil.Process().pid],
+                pids,
+                [on.server["process_id"]],
+                [rank.pid for rank in ranks],
+            )
+            before, spent_before = await log.read(limit=10**6), spent(watched)
+            for pid in [pid for kind in watched for pid in kind]:
+                reset_peak(pid)
+            measured = [
+                await stepper.measured(StepRef(epoch, first + step), 0 if generation else PAUSE)
+                for step in range(count)
+            ]
+            spent_after, after = spent(watched), await log.read(limit=10**6)
+            peak = Processes(*(sum(map(peak_of, kind)) for kind in watched))
         idle = [float(share) for share in await client.hvals(KEY)]
         await client.delete(*RunKeys.of(run_id))
-        each = [(new - old) / count for old, new in zip(spent_before, spent_after, strict=True)]
-        copies = [await bare_copy(client, shape.samples, int(each[-1])) for _ in range(3)]
+        copies = [await bare_copy(client, medium, stepper.sizes) for _ in range(3)]
     entries = after[len(before) :]
-    size = sum(len(entry.payload) for entry in entries)
-    figures = (own / count, *each, median(tensors), median(copies))
-    return Steps(seconds, median(idle), len(entries) / count, size / count, *figures)
+    computed = Processes(
+        *((new - old) / count for old, new in zip(spent_before, spent_after, strict=True))
+    )
+    return Steps(
+        seconds=[step.seconds for step in measured],
+        idle=median(idle),
+        events=len(entries) / count,
+        bytes=sum(len(entry.payload) for entry in entries) / count,
+        computed=computed,
+        peak=peak,
+        size=median([float(step.size) for step in measured]),
+        load=median([step.load for step in measured]),
+        tensors=median([step.tensors for step in measured]),
+        copy=median(copies),
+    )
 
 
-async def spent(client: redis.asyncio.Redis, pids: Sequence[int]) -> tuple[float, float, float]:
-    """Return seconds that explorers and server computed, and bytes that the server received."""
-    info = await client.info()
-    times = [psutil.Process(pid).cpu_times() for pid in pids]
-    explorers = sum(time_of.user + time_of.system for time_of in times)
-    server = info["used_cpu_user"] + info["used_cpu_sys"]
-    return explorers, server, info["total_net_input_bytes"]
+class TakenStep(NamedTuple):
+    """Figures of one step."""
+
+    seconds: float
+    load: float
+    tensors: float
+    size: int
 
 
-async def bare_copy(client: redis.asyncio.Redis, entries: int, size: int) -> float:
-    """Return the seconds in which entries of ``size`` bytes in all were written and read."""
-    payload = b"\x01" * (size // entries)
+class Stepper:
+    """Trainer that takes steps, whose ranks load the tokens."""
+
+    def __init__(
+        self,
+        dispatcher: RolloutDispatcher,
+        run_id: str,
+        medium: Medium,
+        ranks: Sequence[Rank],
+        prompts: int,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._run_id = run_id
+        self._medium = medium
+        self._ranks = ranks
+        self._prompts = prompts
+        self.sizes: list[int] = []
+        """Bytes of each payload of the last step, or of each entry."""
+
+    async def warm_up(self, epoch: int) -> int:
+        """Take steps until each explorer has answered; return the number of the next step."""
+        explorers: set[str] = set()
+        step = 0
+        with anyio.fail_after(DEADLINE):
+            while step < WARM_UP or len(explorers) < EXPLORERS:
+                step += 1
+                groups, _ = await self.step(StepRef(epoch, step))
+                explorers |= {group.experiences[0].explorer for group in groups}
+                await anyio.sleep(PAUSE)
+        return step + 1
+
+    async def measured(self, at: StepRef, pause: float) -> TakenStep:
+        """Take a step after a pause, and return its figures."""
+        await anyio.sleep(pause)
+        began = time.perf_counter()
+        groups, loaded = await self.step(at)
+        seconds = time.perf_counter() - began
+        self.sizes = [size for group in groups for size in sizes_of(group)]
+        return TakenStep(
+            seconds,
+            max(share.load for share in loaded),
+            max(share.collate for share in loaded),
+            sum(group.size for group in groups),
+        )
+
+    async def step(self, at: StepRef) -> tuple[list[AnswerGroup], list[Loaded]]:
+        """Dispatch, take, load and train a step; return its groups, and what each rank loaded."""
+        await self._dispatcher.dispatch(self._prompts, StepRef(at.epoch, at.step - 1))
+        groups = await self._dispatcher.take(self._prompts, deadline=DEADLINE)
+        loaded = await self._load(groups)
+        outcome: dict[str, Any] = {
+            "metrics": {"loss": 0.5},
+            "staleness": {0: self._prompts * SAMPLES},
+        }
+        await self._dispatcher.trained(at.step, groups, **outcome)
+        expected = sum(sample.token_count for group in groups for sample in group.experiences)
+        assert sum(share.tokens for share in loaded) == expected
+        return groups, loaded
+
+    async def _load(self, groups: Sequence[AnswerGroup]) -> list[Loaded]:
+        """Let each rank load its share, as the trainer's backend deals the groups out."""
+        shares = split_rows([group.experiences for group in groups], len(self._ranks)).parts
+        loaded: list[Loaded] = []
+
+        async def load(rank: Rank, share: Any) -> None:
+            packed = pack(share) if share else None
+            payload = packed.payload if packed else msgspec.msgpack.encode([])
+            by_reference = packed.by_reference if packed else []
+            request = LoadRequest(self._run_id, self._medium, payload, by_reference)
+            loaded.append(await anyio.to_thread.run_sync(rank.load, request))
+
+        async with anyio.create_task_group() as tasks:
+            for rank, share in zip(self._ranks, shares, strict=True):
+                tasks.start_soon(load, rank, share)
+        return loaded
+
+
+def sizes_of(group: AnswerGroup) -> list[int]:
+    """Return the bytes of a group's payload, or of each of its entries."""
+    first = group.experiences[0]
+    if isinstance(first, ExperienceReference):
+        return [first.payload.size]
+    return [group.size // len(group.experiences)] * len(group.experiences)
+
+
+def spent(watched: Sequence[Sequence[int]]) -> list[float]:
+    """Return the seconds that the processes of each kind have computed."""
+    return [sum(map(computed_by, kind)) for kind in watched]
+
+
+def computed_by(pid: int) -> float:
+    """Return the seconds that a process has computed."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def reset_peak(pid: int) -> None:
+    """Let the kernel measure the most memory of a process from now on."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def peak_of(pid: int) -> int:
+    """Return the bytes of memory that a process had at most."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith("VmHWM:")]
+    return int(line.split()[1]) << 10
+
+
+async def bare_copy(client: redis.asyncio.Redis, medium: Medium, sizes: Sequence[int]) -> float:
+    """Return the seconds in which pieces of some bytes were written to a medium, and read."""
+    payload = b"\x01" * max(sizes)
+    pieces = [payload[:size] for size in sizes]
+    if medium == "shm":
+        return await anyio.to_thread.run_sync(copy_files, pieces)
+    keys = [f"{COPY}:{number}" for number in range(len(pieces))]
+    read = 0
     began = time.perf_counter()
-    pipe = client.pipeline(transaction=False)
-    for _ in range(entries):
-        pipe.xadd(COPY, {"e": payload})
-    await pipe.execute()
-    read = await client.xrange(COPY) or []
+    for key, piece in zip(keys, pieces, strict=True):
+        if medium == "redis":
+            await client.set(key, piece)
+        else:
+            await client.xadd(COPY, {"e": piece})
+    if medium == "redis":
+        for key in keys:
+            read += len(await client.get(key) or b"")
+    else:
+        entries: Any = await client.xrange(COPY)
+        read = sum(len(fields[b"e"]) for _, fields in entries)
     seconds = time.perf_counter() - began
-    assert len(read) == entries
-    await client.delete(COPY)
+    assert read == sum(sizes)
+    await client.delete(COPY, *keys)
     return seconds
 
 
-async def warm_up(dispatcher: RolloutDispatcher, epoch: int, prompts: int) -> int:
-    """Take steps until each explorer has answered; return the number of the next step."""
-    explorers: set[str] = set()
-    step = 0
-    with anyio.fail_after(DEADLINE):
-        while step < WARM_UP or len(explorers) < EXPLORERS:
-            step += 1
-            groups = await one_step(dispatcher, StepRef(epoch, step), prompts)
-            explorers |= {group.experiences[0].explorer for group in groups}
-            await anyio.sleep(PAUSE)
-    return step + 1
-
-
-async def one_step(dispatcher: RolloutDispatcher, at: StepRef, prompts: int) -> list[AnswerGroup]:
-    """Dispatch, take and train a step; return its groups."""
-    await dispatcher.dispatch(prompts, StepRef(at.epoch, at.step - 1))
-    groups = await dispatcher.take(prompts, deadline=DEADLINE)
-    outcome: dict[str, Any] = {"metrics": {"loss": 0.5}, "staleness": {0: prompts * SAMPLES}}
-    await dispatcher.trained(at.step, groups, **outcome)
-    return groups
+def copy_files(pieces: Sequence[bytes]) -> float:
+    """Return the seconds in which pieces were written to files in shared memory, and read."""
+    folder = SHARED_MEMORY / f"{COPY.replace(':', '-')}-{time.time_ns()}"
+    folder.mkdir(mode=0o700)
+    paths = [folder / str(number) for number in range(len(pieces))]
+    read = 0
+    try:
+        began = time.perf_counter()
+        for path, piece in zip(paths, pieces, strict=True):
+            path.write_bytes(piece)
+        for path in paths:
+            read += len(path.read_bytes())
+        seconds = time.perf_counter() - began
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        folder.rmdir()
+    assert read == sum(map(len, pieces))
+    return seconds
 
 
 def settings(run_id: str, epoch: int, shape: Shape) -> DispatchSettings:
