@@ -7,7 +7,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from tests.support.tensors import identical
 from tests.support.waits import PATIENCE
 from tests.support.whole_logs import ledger_faults, whole_log
 from trinity_events.checkpoints.layout import final_name
+from trinity_events.record.reader import RolloutRecord
 from trinity_events.server import connect_sync
-from trinity_schemas import RunKeys
+from trinity_schemas import Envelope, RunKeys, RunOpened, RunResumed, StepTrained
 from trinity_workers.launch.model import make_model
 
 PROMPTS = 4
@@ -30,6 +32,7 @@ ON_POLICY = {
     "sync": {"max_staleness": 0},
     "explorer": {"deterministic": True},
     "evaluation": {"sets": {}},
+    "record": {"rollouts": "all"},
 }
 """Conditions under which a resumed run ends with the bits of an undisturbed one."""
 ADAPTERS = ON_POLICY | {"model": {"lora": {"rank": 4}}}
@@ -39,6 +42,7 @@ ASYNCHRONOUS = {
     "explorer": {"groups_per_claim": 1},
     "evaluation": {"sets": {}},
     "rollouts": {"order": "arrival"},
+    "record": {"rollouts": "all"},
 }
 BY_FILES = ASYNCHRONOUS | {"sync": {"method": "checkpoint", "max_staleness": 2}}
 """As the asynchronous one, and explorers load versions from files."""
@@ -149,6 +153,7 @@ class KilledRun:
         return [
             *ledger_faults(self.redis_url, self.run_id, steps=steps, prompts=PROMPTS),
             *serving_faults(log),
+            *record_faults(self.folder / self.run_id, log),
         ]
 
     def recomputed(self) -> int:
@@ -164,6 +169,44 @@ class KilledRun:
             *("--run", self.run_id, "--redis-url", self.redis_url),
             *("--set", f"steps={steps}", "--set", f"explorer.count={explorers}"),
         ]
+
+
+def record_faults(folder: Path, log: Sequence[Envelope]) -> list[str]:
+    """Return what is wrong with a record of all rollouts, by the events of the log.
+
+    Every sample of a step that counts is recorded once, of the epoch that counts, and no other one.
+    """
+    trained: dict[int, tuple[int, set[int]]] = {}
+    epoch = 0
+    for envelope in log:
+        match event := envelope.event:
+            case RunOpened():
+                epoch = envelope.epoch
+                trained.clear()
+            case RunResumed():
+                epoch = envelope.epoch
+                trained = {step: fates for step, fates in trained.items() if step <= event.step}
+            case StepTrained() if envelope.epoch == epoch:
+                ordinals = {
+                    ordinal for first, last in event.trained for ordinal in range(first, last + 1)
+                }
+                trained[event.step] = epoch, ordinals
+    record = RolloutRecord(folder, folder.name)
+    steps = {recorded.step: recorded for recorded in record.list_steps()}
+    faults = [f"steps {sorted(steps.keys() ^ trained.keys())}"] * (steps.keys() != trained.keys())
+    for step in steps.keys() & trained.keys():
+        rows = record.read(steps[step])
+        recorded = Counter((row["epoch"], row["ordinal"], row["sample"]) for row in rows)
+        of_epoch, ordinals = trained[step]
+        samples = range(rows[0]["samples"])
+        expected = Counter(
+            (of_epoch, ordinal, sample) for ordinal in ordinals for sample in samples
+        )
+        if recorded != expected:
+            faults.append(
+                f"step {step}: lacks {expected - recorded}, has too often {recorded - expected}"
+            )
+    return faults
 
 
 def killed_at_random(run: KilledRun, *, kills: int, seed: int, report: Report = print) -> int:

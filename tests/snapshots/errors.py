@@ -3890,6 +3890,44 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "rollouts or an evaluation set has top_p and stop, which the rollout engine ./mine.py:make does not honour (it has temperature, max_new_tokens and min_p): leave it out, or choose another explorer.engine",
         ),
     ],
+    "RecordMissing": [
+        (
+            {"run_id": "r", "fault": "run", "folder": Path("/c/r/rollouts")},
+            "run r has no recorded rollouts in /c/r/rollouts: train with record.rollouts sample or all, or name another folder with --checkpoint-root",
+        ),
+        (
+            {
+                "run_id": "r",
+                "fault": "step",
+                "folder": Path("/c/r/rollouts"),
+                "step": 9,
+                "recorded": (1, 6),
+            },
+            "step 9 of run r is not recorded: the record has steps 1 to 6",
+        ),
+        (
+            {
+                "run_id": "r",
+                "fault": "ordinal",
+                "folder": Path("/c/r/rollouts"),
+                "step": 6,
+                "ordinal": 99,
+            },
+            "question 99 is not among the recorded samples of step 6 of run r: see them with trinity-events samples r --step 6",
+        ),
+    ],
+    "RecordDamaged": [
+        (
+            {"path": Path("/c/r/rollouts/f.parquet"), "reason": "no magic bytes"},
+            "/c/r/rollouts/f.parquet is no readable file of a record (no magic bytes): remove it to read the others",
+        ),
+    ],
+    "RecordFailed": [
+        (
+            {"run_id": "r", "rank": 1, "reason": "No space left on device"},
+            "run r: rank 1 cannot record its rollouts: No space left on device; mend it and resume the run, or set record.rollouts sample or none",
+        ),
+    ],
     "GpusMissing": [
         (
             {

@@ -31,6 +31,7 @@ ALWAYS = expand_paths(
         "model.lora": "rank",
         "task": "environment",
         "rewards": "function on_error service judge code_tests reward_model",
+        "record": "rollouts",
         "trainer": """
             engine ranks cpus gpus context_parallel sequence_parallel recompute learning_rate
             warmup_steps schedule micro_batch_rows micro_batch_tokens profile_steps weight_decay

@@ -33,6 +33,7 @@ from .plot import plot
 from .reducer import reducer
 from .replay import replay
 from .runs import runs
+from .samples import samples
 from .serve import serve
 from .status import status
 from .tail import tail
@@ -91,22 +92,9 @@ def build() -> typer.Typer:
         rich_markup_mode=None,
     )
     listing = (
-        *(serve, reducer, runs, status, watch, explain, tail, dashboard, replay),
-        *(
-            diff,
-            bisect,
-            audit,
-            goodput,
-            export,
-            import_,
-            verify,
-            delete,
-            metrics,
-            traces,
-            track,
-            plot,
-            acl,
-        ),
+        *(serve, reducer, runs, status, watch, explain, tail, samples, dashboard, replay),
+        *(diff, bisect, audit, goodput, export, import_, verify, delete, metrics, traces, track),
+        *(plot, acl),
     )
     for command in listing:
         app.command(command.__name__.rstrip("_"))(command)

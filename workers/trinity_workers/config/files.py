@@ -59,7 +59,7 @@ _PATHS = (
 _SOURCES = (
     *("task.name", "task.questions", "task.sets.NAME.questions"),
     *("rewards.function", "task.environment"),
-    *("explorer.engine", "algorithm.advantage", "algorithm.loss"),
+    *("explorer.engine", "algorithm.advantage", "algorithm.loss", "record.redact"),
     "evaluation.sets.NAME.questions",
 )
 _SIMILAR = 0.75

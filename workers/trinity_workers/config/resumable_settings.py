@@ -121,6 +121,7 @@ _APPLIED = {
         pass_at correct_from interval versions at_start at_end
         """,
     "checkpoints": "interval keep save_hf_checkpoint strategy verify on_damage root mirror",
+    "record": "rollouts groups_per_step max_bytes max_steps redact",
     "tracking": "trackers folder project",
 }
 APPLIED = expand_paths(_APPLIED)

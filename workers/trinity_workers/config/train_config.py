@@ -23,6 +23,7 @@ from .other_names import to_current_names
 from .sections.checkpoints import CheckpointsConfig
 from .sections.explorer import ExplorerConfig
 from .sections.model import ModelConfig
+from .sections.record import RecordConfig
 from .sections.rollouts import RolloutsConfig
 from .sections.sync import DEFAULT_PROBES, PublishedForm, SyncConfig, WeightsPath
 from .sections.task import TaskConfig
@@ -56,6 +57,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     sync: SyncConfig = SyncConfig()
     evaluation: EvaluationConfig = msgspec.field(default_factory=EvaluationConfig)
     checkpoints: CheckpointsConfig = CheckpointsConfig()
+    record: RecordConfig = RecordConfig()
     tracking: TrackingConfig = TrackingConfig()
 
     def version_wanted(self, step: int) -> int:

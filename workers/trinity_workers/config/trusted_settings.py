@@ -89,6 +89,7 @@ REFERENCES: dict[str, Reference] = {
     "checkpoints.mirror": Reference("URL", role="trainer"),
     "tracking.trackers": Reference("code", role="trainer"),
     "tracking.folder": Reference("path", role="trainer"),
+    "record.redact": Reference("code", role="trainer"),
 }
 """Settings that name something outside of the configuration, by path."""
 
@@ -141,6 +142,7 @@ _DATA = {
         correct_from interval versions at_start at_end
         """,
     "checkpoints": "interval keep save_hf_checkpoint strategy verify on_damage",
+    "record": "rollouts groups_per_step max_bytes max_steps",
     "tracking": "project",
 }
 DATA = expand_paths(_DATA)

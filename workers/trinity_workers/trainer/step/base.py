@@ -131,6 +131,12 @@ class TrainingStep(ABC):
         self._limit = limit
         self._reward_weight = reward_weight
         self._skipped = SkippedUpdates(max_skipped_steps)
+        self.keeps_batch = False
+        """True to keep each step's batch for :meth:`pop_batch`."""
+        self._step_batch: Batch | None = None
+        self._current_logprobs: list[Tensor] = []
+        """Log-probabilities of the only update's micro-batches, where the batch is kept."""
+        self._step_logprobs: Tensor | None = None
 
     @classmethod
     def for_run(cls, config: RunConfig, models: Models, **options: Any) -> Self:
@@ -171,7 +177,23 @@ class TrainingStep(ABC):
             figures |= updated.figures
         if self.models.critic is not None:
             means += value_means(batch)
+        if self.keeps_batch:
+            logprobs, self._step_logprobs = self._step_logprobs, None
+            if logprobs is not None:
+                logprobs = logprobs[: len(batch)]  # without the padding rows of equal parts
+            self._step_batch = replace(
+                batch, logprobs=batch.proximal_logprobs if logprobs is None else logprobs
+            )
         return explained_variance(self._reduced_values(means)) | figures
+
+    def pop_batch(self) -> Batch | None:
+        """Return the batch of the last step, and forget it; None if it was not kept.
+
+        It has advantages. Its ``logprobs`` are those of the policy before the step's updates, if
+        the step computed them on this rank.
+        """
+        batch, self._step_batch = self._step_batch, None
+        return batch
 
     def passes(self, batch: Batch, names: Collection[str]) -> dict[str, Tensor]:
         """Return fields [B, R] of the batch, computed without gradients, by name. Collective."""
@@ -225,8 +247,13 @@ class TrainingStep(ABC):
             for index in division.updates():
                 # Before the update, which moves the schedule on.
                 rate = learner.engine.learning_rate
-                parts = division.for_update(mini_batches[index], index).parts
+                divided = division.for_update(mini_batches[index], index)
+                parts = divided.parts
                 updates.append(learner.update(parts, counts[index]))
+                if self._current_logprobs:
+                    # (rows, response), in the order of the step's batch: it was the only update.
+                    self._step_logprobs = divided.joined(self._current_logprobs)
+                    self._current_logprobs.clear()
                 if not math.isfinite(updates[-1].norm):
                     skipped.append((updates[-1].means, parts))
         # On all ranks alike, as all have the same norms: it may be collective.
@@ -298,6 +325,8 @@ class TrainingStep(ABC):
         if settings.updates == 1:
             # The policy before a step's only update is the current one.
             part = replace(part, proximal_logprobs=current.logprobs.detach())
+            if self.keeps_batch:
+                self._current_logprobs.append(current.logprobs.detach())
         return policy_update(
             part, current.logprobs, settings, entropy=current.entropy, divergence=divergence
         )

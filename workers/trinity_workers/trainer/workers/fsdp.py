@@ -35,9 +35,10 @@ from ...helpers import (
 )
 from ...helpers.full_tensors import full_tensors, in_dtype
 from ...helpers.huggingface import QueueLimits
+from ...record.recorder import RecordCounts, RolloutRecorder
 from ...rollout_engines.base import Generation, GenerationRequest
 from ...rollouts.payloads import open_payload_reader
-from ...runtime.collectives import together
+from ...runtime.collectives import summed, together
 from ...runtime.garbage import exempt_loaded_objects
 from ...worker_group.dispatch import Dispatch
 from ...worker_group.registered import register
@@ -81,6 +82,8 @@ class TrainWorker(TrainingRank):
         self._prober: VersionProber | None = None
         self._loaded: dict[str, list[Experience]] = {}
         """Groups whose tokens were loaded for the next step, by the name of their payload."""
+        self._recorder: RolloutRecorder | None = None
+        """Recorder of this rank's rollouts; None if another rank of its replica records them."""
         self._clock = PhaseClock("waiting-trainer")
         self._phases: PhaseReports | None = None
 
@@ -200,17 +203,45 @@ class TrainWorker(TrainingRank):
         padding = self._engine.tokenizer.pad_token_id
         with together():  # a rank with bad groups must not leave the others
             batch = padding_row(padding)
+            samples = [self._with_tokens(group) for group in groups]
             if groups:
-                samples = [self._with_tokens(group) for group in groups]
                 batch = collate(samples, padding, vocabulary_size=self._limits.vocabulary_size)
-                del samples
         self._loaded = {}
         self._steps_taken += 1
+        self._open_recorder()
+        if self._recorder is None:
+            samples = []  # their memory is free while the step computes
         with self._profiler.step(self._steps_taken):
             metrics: dict[str, float] = self._step.learn(
                 batch.to(self._device), step=self._steps_taken
             )
-        return metrics
+        return metrics | self._record(samples)
+
+    def _record(self, groups: Sequence[Sequence[Experience]]) -> dict[str, float]:
+        """Record the samples of the step; return the losses of the record so far. Collective."""
+        if self._config.record.rollouts == "none":
+            return {}
+        counts = RecordCounts()
+        with together():  # with `all` it waits, and may fail on this rank alone
+            if self._recorder is not None and groups:
+                self._recorder.add(self._steps_taken, groups, self._step.pop_batch())
+            if self._recorder is not None:
+                counts = self._recorder.counts
+        totals = {
+            "record/dropped_samples": summed(counts.dropped_samples),
+            "record/removed_steps": summed(counts.removed_steps),
+        }
+        return {name: float(total) for name, total in totals.items() if total}
+
+    def _open_recorder(self) -> None:
+        """Start the recorder with the first step: workers of single roles take none."""
+        if self._recorder is not None or self._config.record.rollouts == "none":
+            return
+        place, last = self.rank_info(), self._config.trainer.pipeline_parallel - 1
+        # One rank of each replica, of the last stage, which has the log-probabilities.
+        if (place.tp_rank, place.cp_rank, place.pp_rank) == (0, 0, last):
+            self._recorder = RolloutRecorder(self._config, self._rank, self._publisher.waits)
+            self._step.keeps_batch = True
 
     @register(dispatch_mode=Dispatch.MEGATRON_PP_AS_DP_PROTO)
     def generate_sequences(self, prompts: Sequence[GenerationRequest]) -> list[Generation]:
@@ -398,6 +429,8 @@ class TrainWorker(TrainingRank):
             exits.callback(self._strategy.close)
             if self._phases is not None:
                 exits.callback(self._phases.close)
+            if self._recorder is not None:
+                exits.callback(self._recorder.close)
             self._coordinator.wait_all(self._config.sync.timeout)
 
 

@@ -1,0 +1,1 @@
+"""Record of rollouts: files next to the log with the samples that were trained on."""

@@ -1,0 +1,81 @@
+"""Columns of a recorded sample, under the names of TRL and verifiers where these have one.
+
+TRL (GRPOTrainer): ``prompt``, ``completion``, ``prompt_ids``, ``completion_ids``,
+``completion_mask``, ``logprobs``, ``advantages``. Verifiers (GenerateOutputs): ``reward``,
+``metrics`` (here ``reward_parts``), ``is_truncated``. Lists of tokens begin after the prompt: they
+have the turns of policy and environment, and the mask is true on those of the policy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..errors import PackageMissing
+
+if TYPE_CHECKING:
+    import pyarrow
+
+SUMMARY_COLUMNS = (
+    *("run_id", "epoch", "step", "rank", "ordinal", "attempt", "sample", "samples", "explorer"),
+    *("question_set", "reward", "reward_parts", "reward_error", "advantage", "staleness"),
+    *("is_truncated", "is_redacted", "prompt_tokens", "completion_tokens", "version_count"),
+)
+"""Columns without texts and tokens: those of thousands of samples are read in milliseconds."""
+
+
+def import_pyarrow(user: str) -> Any:
+    """Import pyarrow and its Parquet module.
+
+    Raises:
+        PackageMissing: It is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise PackageMissing(user, "pyarrow", "trinity-events[samples]") from None
+    return pyarrow
+
+
+def build_schema(metadata: dict[str, str] | None = None) -> pyarrow.Schema:
+    """Return the schema of a file of the record."""
+    pa = import_pyarrow("the record of rollouts")
+    version = pa.struct([("epoch", pa.int64()), ("step", pa.int64()), ("tokens", pa.int32())])
+    turn = pa.struct([("role", pa.string()), ("content", pa.string()), ("tokens", pa.int32())])
+    return pa.schema(
+        [
+            ("run_id", pa.string()),
+            ("epoch", pa.int64()),
+            ("step", pa.int64()),  # that trained on it
+            ("rank", pa.int32()),
+            ("ordinal", pa.int64()),
+            ("attempt", pa.int64()),
+            ("sample", pa.int32()),
+            ("samples", pa.int32()),
+            ("explorer", pa.string()),
+            ("question_set", pa.string()),
+            ("prompt", pa.string()),
+            ("completion", pa.string()),
+            ("turns", pa.list_(turn)),
+            ("prompt_ids", pa.list_(pa.int32())),
+            ("completion_ids", pa.list_(pa.int32())),
+            ("completion_mask", pa.list_(pa.bool_())),
+            ("logprobs", pa.list_(pa.float32())),  # of the explorer; 0 where not of the policy
+            ("trainer_logprobs", pa.list_(pa.float32())),  # before the update; null if unknown
+            ("advantages", pa.list_(pa.float32())),
+            ("versions", pa.list_(version)),  # runs of the policy's tokens, in order
+            ("reward", pa.float64()),
+            ("reward_parts", pa.map_(pa.string(), pa.float64())),
+            ("reward_error", pa.string()),
+            ("judge_reply", pa.string()),
+            ("advantage", pa.float32()),  # of the first token that is trained on
+            ("staleness", pa.int64()),
+            ("proof", pa.string()),
+            ("is_truncated", pa.bool_()),
+            ("is_redacted", pa.bool_()),
+            ("prompt_tokens", pa.int32()),
+            ("completion_tokens", pa.int32()),
+            ("version_count", pa.int32()),
+        ],
+        metadata,
+    )

@@ -1,0 +1,93 @@
+"""Recorded samples as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from ..record.files import RecordedStep
+
+_LONGEST_ANSWER = 60
+"""Characters of an answer in a table, of which the end is shown too: it has the result."""
+
+
+def build_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Return samples as a table, in their order."""
+    parts = sorted({name for row in rows for name in row["reward_parts"]})[:4]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("question", "sample", "reward", *parts, "tokens", "advantage", "stale"):
+        table.add_column(title, justify="right")
+    for title in ("versions", "explorer", "answer"):
+        table.add_column(title)
+    for row in rows:
+        cut = " cut" if row["is_truncated"] else ""
+        table.add_row(
+            str(row["ordinal"]),
+            str(row["sample"]),
+            _format_number(row["reward"]),
+            *(_format_number(row["reward_parts"].get(name)) for name in parts),
+            f"{row['completion_tokens']}{cut}",
+            _format_number(row["advantage"]),
+            str(row["staleness"]),
+            str(row["version_count"]),
+            row["explorer"],
+            _shorten(row["completion"]),
+        )
+    return table
+
+
+def format_step(run_id: str, recorded: RecordedStep, rows: Sequence[dict[str, Any]]) -> str:
+    """Return a line about the samples of a step."""
+    if not rows:
+        return f"run {run_id}, step {recorded.step}: no samples"
+    rewards = [row["reward"] for row in rows]
+    groups = len({row["ordinal"] for row in rows})
+    cut = sum(row["is_truncated"] for row in rows)
+    return (
+        f"run {run_id}, step {recorded.step} (epoch {recorded.epoch}): {len(rows)} samples of "
+        f"{groups} questions, reward {sum(rewards) / len(rewards):.3g} "
+        f"({min(rewards):.3g} to {max(rewards):.3g}), {cut} cut off"
+    )
+
+
+def format_sample(row: dict[str, Any]) -> list[str]:
+    """Return the lines of one sample with its turns."""
+    parts = "".join(f", {name} {part:.4g}" for name, part in row["reward_parts"].items())
+    versions = ", ".join(
+        f"{version['tokens']} tokens of step {version['step']}"
+        + (f" (epoch {version['epoch']})" if version["epoch"] != row["epoch"] else "")
+        for version in row["versions"]
+    )
+    lines = [
+        f"question {row['ordinal']}, sample {row['sample']} of {row['samples']}: reward "
+        f"{row['reward']:.4g}{parts}, advantage {_format_number(row['advantage'])}, staleness "
+        f"{row['staleness']}, {row['completion_tokens']} tokens"
+        + (", cut off" if row["is_truncated"] else "")
+        + (", redacted" if row["is_redacted"] else ""),
+        f"  by {row['explorer']}, attempt {row['attempt']}: {versions}",
+    ]
+    if row["reward_error"]:
+        lines.append(f"  error of the reward: {row['reward_error']}")
+    if row["judge_reply"]:
+        lines += _indent("judge", row["judge_reply"])
+    for turn in row["turns"]:
+        lines += _indent(turn["role"], turn["content"])
+    return lines
+
+
+def _indent(role: str, text: str) -> list[str]:
+    return [f"  [{role}]", *(f"    {line}" for line in text.split("\n"))]
+
+
+def _format_number(number: float | None) -> str:
+    return "-" if number is None else f"{number:.3g}"
+
+
+def _shorten(text: str) -> str:
+    line = " ".join(text.split())
+    if len(line) <= _LONGEST_ANSWER:
+        return line
+    half = (_LONGEST_ANSWER - 3) // 2
+    return f"{line[:half]}...{line[-half:]}"

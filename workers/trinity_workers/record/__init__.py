@@ -1,0 +1,1 @@
+"""Recorder of rollouts in a trainer's rank, and the process that writes its files."""

@@ -1,0 +1,282 @@
+"""Process that writes a rank's record: ``python -m trinity_workers.record.writer``.
+
+It reads messages from its standard input, and answers each on its standard output. The end of the
+input ends it: so it ends with its rank, however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from trinity_events.record.columns import build_schema, import_pyarrow
+from trinity_events.record.files import EpochMark, RecordFile, list_names, parse_file_name
+from trinity_schemas import Experience
+from trinity_schemas.codec import decode_experience
+
+from .messages import StepRows, WriterSettings, Written, read_message, write_message
+
+_REDACTED = -1
+"""Token id in the place of those of a text that was redacted."""
+
+Redact = Callable[[str], str]
+Decode = Callable[[list[list[int]]], list[str]]
+
+
+class RecordWriter:
+    """Writer of the files of one rank.
+
+    Args:
+        settings: The rank, its folder and limits.
+    """
+
+    def __init__(self, settings: WriterSettings) -> None:
+        self._settings = settings
+        self._pyarrow = import_pyarrow("the record of rollouts")
+        self._folder = Path(settings.folder)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mark = EpochMark(settings.epoch, settings.resumed_step)
+        os.close(os.open(self._folder / mark.name, os.O_CREAT | os.O_RDONLY, 0o600))
+        for name in list_names(self._folder):
+            # Of a writer of this rank that was killed.
+            if name.endswith(f"_rank_{settings.rank}.parquet.tmp"):
+                (self._folder / name).unlink(missing_ok=True)
+        _sync(self._folder)
+        self._decode = _load_decoder(Path(settings.model_folder))
+        self._redact: Redact | None = None
+        if settings.redact is not None:
+            # Named by the configuration of the rank's own side, as rewards are.
+            from ..tasks.objects import load_object
+
+            self._redact = load_object(settings.redact, kind="redaction function")
+
+    def write(self, rows: StepRows) -> Written:
+        """Write the samples of a step durably, and remove what exceeds the limits."""
+        table = self._build_table(rows)
+        file = RecordFile(self._settings.epoch, rows.step, self._settings.rank)
+        path = self._folder / file.name
+        temporary = path.with_name(f".{path.name}.tmp")
+        # Answers are private: created for the run's user alone, whatever the umask is.
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as output:
+            self._pyarrow.parquet.write_table(table, output, compression="zstd")
+            output.flush()
+            os.fsync(output.fileno())
+        temporary.replace(path)
+        _sync(self._folder)
+        return Written(samples=len(rows.experiences), removed=tuple(self._remove_oldest()))
+
+    def _build_table(self, rows: StepRows) -> Any:
+        samples = [decode_experience(payload) for payload in rows.experiences]
+        shape = len(samples), rows.width
+        advantages = _as_array(rows.advantages, shape)
+        logprobs = _as_array(rows.logprobs, shape)
+        texts = iter(self._decode([turn.tokens[:] for sample in samples for turn in sample.turns]))
+        columns: dict[str, list[Any]] = {}
+        for row, sample in enumerate(samples):
+            contents = [next(texts) for _ in sample.turns]
+            values = self._build_row(
+                sample,
+                contents,
+                rows.step,
+                None if advantages is None else advantages[row],
+                None if logprobs is None else logprobs[row],
+            )
+            for name, value in values.items():
+                columns.setdefault(name, []).append(value)
+        schema = build_schema({"format": "1"})
+        return self._pyarrow.table(
+            [self._pyarrow.array(columns.get(field.name, []), field.type) for field in schema],
+            schema,
+        )
+
+    def _build_row(
+        self,
+        sample: Experience,
+        contents: list[str],
+        step: int,
+        advantages: np.ndarray[Any, Any] | None,
+        logprobs: np.ndarray[Any, Any] | None,
+    ) -> dict[str, Any]:
+        redacted = [self._redact_text(content) for content in contents]
+        is_changed = [old != new for old, new in zip(contents, redacted, strict=True)]
+        ids = [
+            np.full(len(turn.tokens), _REDACTED, np.int32) if changed else _ids(turn.token_view)
+            for turn, changed in zip(sample.turns, is_changed, strict=True)
+        ]
+        turns = list(zip(sample.turns, redacted, strict=True))
+        mask = np.concatenate([_filled(turn, turn.role == "policy") for turn, _ in turns[1:]])
+        sampled = np.concatenate(
+            [
+                np.asarray(turn.logprob_view, np.float32)
+                if turn.role == "policy"
+                else np.zeros(len(turn.tokens), np.float32)
+                for turn, _ in turns[1:]
+            ]
+        )
+        count = len(mask)
+        own = None if advantages is None else advantages[:count]
+        trained = [] if own is None else own[mask]
+        versions = [
+            {"epoch": version.epoch, "step": version.step, "tokens": tokens}
+            for turn, _ in turns
+            for version, tokens in turn.versions
+        ]
+        judge_reply = self._redact_text(getattr(sample, "judge_reply", ""))
+        return {
+            "run_id": sample.run_id,
+            "epoch": self._settings.epoch,
+            "step": step,
+            "rank": self._settings.rank,
+            "ordinal": sample.ordinal,
+            "attempt": sample.attempt,
+            "sample": sample.sample,
+            "samples": sample.samples,
+            "explorer": sample.explorer,
+            "question_set": sample.question_set,
+            "prompt": redacted[0],
+            "completion": "".join(redacted[1:]),
+            "turns": [
+                {"role": turn.role, "content": content, "tokens": len(turn.tokens)}
+                for turn, content in turns
+            ],
+            "prompt_ids": ids[0],
+            "completion_ids": np.concatenate(ids[1:]),
+            "completion_mask": mask,
+            "logprobs": sampled,
+            "trainer_logprobs": None if logprobs is None else logprobs[:count],
+            "advantages": own,
+            "versions": versions,
+            "reward": sample.reward,
+            "reward_parts": list(sample.reward_parts.items()),
+            "reward_error": self._redact_text(sample.reward_error),
+            "judge_reply": judge_reply,
+            "advantage": float(trained[0]) if len(trained) else None,
+            "staleness": max(step - 1 - sample.oldest_version.step, 0),
+            "proof": sample.proof,
+            "is_truncated": not sample.finished,
+            "is_redacted": any(is_changed),
+            "prompt_tokens": len(ids[0]),
+            "completion_tokens": count,
+            "version_count": len({(version["epoch"], version["step"]) for version in versions}),
+        }
+
+    def _redact_text(self, text: str) -> str:
+        if self._redact is None or not text:
+            return text
+        redacted = self._redact(text)
+        if not isinstance(redacted, str):
+            raise TypeError(
+                f"the redaction function {self._settings.redact} returned "
+                f"{type(redacted).__name__}, not a text"
+            )
+        return redacted
+
+    def _remove_oldest(self) -> list[int]:
+        """Remove the oldest steps of this rank beyond the limits; return their numbers."""
+        settings = self._settings
+        own = sorted(file for file in self._list_files() if self._owns(file))
+        sizes = {file: (self._folder / file.name).stat().st_size for file in own}
+        total, share = sum(sizes.values()), settings.max_bytes // settings.ranks
+        steps = len({(file.epoch, file.step) for file in own})
+        removed = []
+        # The newest one stays, whatever its size.
+        for file in own[:-1]:
+            if total <= share and steps <= settings.max_steps:
+                break
+            (self._folder / file.name).unlink(missing_ok=True)
+            total, steps = total - sizes[file], steps - 1
+            removed.append(file.step)
+        return removed
+
+    def _list_files(self) -> Iterable[RecordFile]:
+        for name in list_names(self._folder):
+            if (file := parse_file_name(name)) is not None:
+                yield file
+
+    def _owns(self, file: RecordFile) -> bool:
+        # An earlier epoch may have had more ranks, whose files rank 0 looks after.
+        rank = file.rank if file.rank < self._settings.ranks else 0
+        return rank == self._settings.rank
+
+
+def _as_array(values: bytes | None, shape: tuple[int, int]) -> np.ndarray[Any, Any] | None:
+    return None if values is None else np.frombuffer(values, np.float32).reshape(shape)
+
+
+def _ids(view: memoryview) -> np.ndarray[Any, Any]:
+    return np.asarray(view).astype(np.int32)
+
+
+def _filled(turn: Any, value: bool) -> np.ndarray[Any, Any]:
+    return np.full(len(turn.tokens), value, np.bool_)
+
+
+def _load_decoder(folder: Path) -> Decode:
+    """Return the function that decodes lists of tokens, special tokens too."""
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        # transformers takes seconds to import, and reads the same file.
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(path))
+
+        def decode(lists: list[list[int]]) -> list[str]:
+            texts: list[str] = tokenizer.decode_batch(lists, skip_special_tokens=False)
+            return texts
+
+        return decode
+    from ..learning.policy import load_tokenizer
+
+    other: Any = load_tokenizer(folder)
+    return lambda lists: [other.decode(tokens, skip_special_tokens=False) for tokens in lists]
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def serve(inward: BinaryIO, outward: BinaryIO) -> None:
+    """Write what comes in until its end, or the first error."""
+    writer: RecordWriter | None = None
+    while True:
+        kind: Any = WriterSettings if writer is None else StepRows
+        message = read_message(inward, kind)
+        if message is None:
+            return
+        try:
+            if writer is None:
+                writer, written = RecordWriter(message), Written()
+            else:
+                written = writer.write(message)
+        # Also of a user's redaction: the rank decides what an error means.
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            write_message(outward, Written(error=reason))
+            return
+        write_message(outward, written)
+
+
+def main() -> None:
+    """Serve the process's own input and output."""
+    outward = os.fdopen(os.dup(1), "wb")
+    # What a user's redaction prints must not be read as an answer.
+    os.dup2(2, 1)
+    os.nice(10)
+    with suppress(BrokenPipeError):  # the rank is gone
+        serve(sys.stdin.buffer, outward)
+
+
+if __name__ == "__main__":
+    main()
