@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+from numpy.lib.stride_tricks import as_strided
 from typing_extensions import Buffer
 
 from .copy_streams import on_host
@@ -43,6 +45,10 @@ DTYPES = {
         torch.complex64,
     )
 }
+_FEWEST_ROWS = 16
+"""Copies of one size from which arrays of rows take less time than a call for each."""
+_LONGEST_ROW = 64 << 10
+"""Bytes of a copy above which the call costs less than the extra copy of a gather."""
 _PACKED = (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
 """Floating-point dtypes of quantised weights alone, which torch cannot convert to others: powers of
 two that scale blocks, and two numbers in a byte."""
@@ -147,9 +153,44 @@ def copy_bytes(target: int, source: int, nbytes: int) -> None:
     ctypes.memmove(target, source, nbytes)
 
 
-def copy_all(targets: Iterable[int], sources: Iterable[int], sizes: Iterable[int]) -> None:
-    """Copy between many addresses, without a step of the interpreter for each."""
-    deque(map(ctypes.memmove, targets, sources, sizes), maxlen=0)
+def copy_all(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
+    """Copy between many addresses; small copies of one size take one operation for all of them.
+
+    Sources and targets must not overlap. A call of ``memmove`` from Python takes 1.5 us, ten times
+    as long as the 2 KiB of a small tensor.
+    """
+    copies = np.array((targets, sources, sizes), np.int64)  # (3, copies)
+    if not len(sizes):
+        return
+    if copies[2].min() != copies[2].max():
+        copies = copies[:, np.argsort(copies[2], kind="stable")]
+    ends = [*(np.flatnonzero(np.diff(copies[2])) + 1).tolist(), len(sizes)]
+    for begin, end in zip([0, *ends], ends, strict=False):
+        of_size, nbytes = copies[:2, begin:end], int(copies[2, begin])
+        if end - begin >= _FEWEST_ROWS and 0 < nbytes <= _LONGEST_ROW:
+            (into, places), (out, origins) = (_rows(column, nbytes) for column in of_size)
+            into[places] = out[origins]
+        else:
+            deque(map(ctypes.memmove, *of_size.tolist(), repeat(nbytes)), maxlen=0)
+
+
+def _rows(addresses: np.ndarray, nbytes: int) -> tuple[np.ndarray, np.ndarray | slice]:
+    """Return an array with rows of bytes at these addresses, and the numbers of these rows in it.
+
+    The array reaches from the first address to the last, in steps that all of them have in common.
+    Its other rows overlap these, or may be no memory at all: they are never touched.
+    """
+    first = int(addresses.min())
+    offsets = addresses - first
+    # Zero for rows at one address, which may be read many times.
+    step = int(np.gcd.reduce(offsets)) or nbytes
+    memory = memoryview((ctypes.c_ubyte * nbytes).from_address(first))
+    row = np.frombuffer(memory, np.dtype((np.void, nbytes)))
+    rows = as_strided(row, (int(offsets.max()) // step + 1,), (step,))
+    numbers = offsets // step
+    # Rows that follow one another, as in a part, are moved without a copy between.
+    is_run = len(rows) == len(numbers) and bool((np.diff(numbers) == 1).all())
+    return rows, slice(None) if is_run else numbers
 
 
 def clear_bytes(target: int, nbytes: int) -> None:

@@ -338,9 +338,11 @@ def install(fit: Fit) -> None:
     the C library for large copies. The engine is paused meanwhile, so all cores may help.
     """
     # Small copies go in one call without a step of Python for each; threads would cost more.
-    small = [nbytes < _LARGE for nbytes in fit.copies.sizes]
-    copy_all(*(compress(column, small) for column in fit.copies))
-    if not all(small):
+    small = list(map(_LARGE.__gt__, fit.copies.sizes))
+    if all(small):
+        copy_all(*fit.copies)
+    else:
+        copy_all(*(list(compress(column, small)) for column in fit.copies))
         large = (compress(column, map(not_, small)) for column in fit.copies)
         pieces = [piece for copy in zip(*large, strict=True) for piece in _pieces(*copy)]
         in_threads(_copy_some, pieces, sum(nbytes for _, _, nbytes in pieces))

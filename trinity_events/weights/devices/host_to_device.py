@@ -81,7 +81,7 @@ class HostToDevice:
                 self._turn()
             room = self._slots[self._now]
             copy_all(
-                map(room.data_ptr().__add__, bucket.offsets),
+                list(map(room.data_ptr().__add__, bucket.offsets)),
                 sources[bucket.first : bucket.first + len(bucket.sizes)],
                 bucket.sizes,
             )

@@ -158,13 +158,19 @@ class PartLayout:
         """Return True if these tensors have this layout, and lie row-major on its device."""
         return names == self._names and places == self._places and self._form.fits(tensors)
 
-    def read(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[int]]]:
+    def read(
+        self, tensors: Sequence[torch.Tensor], addresses: list[int]
+    ) -> Iterator[tuple[int, list[int]]]:
         """Yield numbers of first tensors, and host addresses of consecutive ones from there.
 
         Addresses are valid until the next ones are asked for.
+
+        Args:
+            tensors: Tensors of this layout.
+            addresses: Addresses of their elements, on their device.
         """
         if self.runs is None:
-            yield 0, list(map(torch.Tensor.data_ptr, tensors))
+            yield 0, addresses
         else:
             yield from self.runs.read(tensors, get_copy_stream(self._device))
 
@@ -309,7 +315,8 @@ class PartWriter:
             for name, tensor, place in zip(names, tensors, places, strict=True):
                 self.add(name, tensor, place)
             return
-        if not all(map(torch.Tensor.data_ptr, tensors)):
+        addresses = list(map(torch.Tensor.data_ptr, tensors))
+        if not all(addresses):
             for name, tensor in zip(names, tensors, strict=True):
                 _check_memory(name, tensor)
         self._layout = layout
@@ -318,7 +325,7 @@ class PartWriter:
             self._on_device.write_all(tensors, layout.offsets, layout.runs)
             self._offset = layout.ends[-1] if layout.ends else 0
             return
-        for first, sources in layout.read(tensors):
+        for first, sources in layout.read(tensors, addresses):
             self._append_all(layout, first, sources)
 
     def _fits_buffers(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -347,7 +354,7 @@ class PartWriter:
             # Padding is part of the chunk's digest, and the buffer has bytes of an earlier one.
             if layout.has_gaps:
                 clear_bytes(self._address + self._filled, filled - self._filled)
-            targets = map((self._address - begin).__add__, layout.offsets[at:end])
+            targets = list(map((self._address - begin).__add__, layout.offsets[at:end]))
             copy_all(targets, sources[at - first : end - first], layout.sizes[at:end])
             self._offset, self._filled, at = begin + filled, filled, end
             if self._filled == self._size:
