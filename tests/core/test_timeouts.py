@@ -35,7 +35,16 @@ def test_only_those_who_send_heartbeats_must_be_heard_of():
     history.add(leased(1, "one", 5.0, rank=1), by="new")
     history.add(leased(2, "two", 9.0, rank=1), by="new")
     holders = lease_holders(history.fold()[0].state)
-    assert {name: holder.lease for name, holder in holders.items()} == {"new-0": 9.0}
+    assert {name: holder.lease for name, holder in holders.items()} == {"new-0": 5.0}
+
+
+def test_a_silent_process_was_not_heard_of_for_its_shortest_lease():
+    history = History()
+    history.add(leased(1, "long", 15.0, rank=1), by="dead")
+    history.add(leased(2, "short", 5.0, rank=1), by="dead")
+    [event] = expired(history.fold()[0].state, {"dead-0"})
+    assert event.lease == 5.0
+    assert [attempt.save_id for attempt in event.attempts] == ["long", "short"]
 
 
 def test_a_silent_process_loses_all_it_has_under_way():

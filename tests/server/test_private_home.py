@@ -161,6 +161,8 @@ def test_the_holders_of_a_lock_are_named_by_the_system(tmp_path, how):
         assert file_locks.holders(first.fileno()) == []
         fcntl.flock(other, how)
         assert file_locks.holders(first.fileno()) == [os.getpid()]
+        excludes_shared_ones = [os.getpid()] if how == fcntl.LOCK_EX else []
+        assert file_locks.holders(first.fileno(), fcntl.LOCK_SH) == excludes_shared_ones
 
 
 @pytest.mark.processes

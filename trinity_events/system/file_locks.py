@@ -77,10 +77,12 @@ def holders(descriptor: int, how: int = fcntl.LOCK_EX) -> list[int]:
         return []
     # 1: FLOCK  ADVISORY  WRITE 1234 00:2b:5678 0 EOF; a waiting lock has "->" as second field.
     fields = [line.split() for line in lines]
+    excluding = {"WRITE"} if how == fcntl.LOCK_SH else {"READ", "WRITE"}
     return [
         int(columns[4])
         for columns in fields
         if columns[1] == "FLOCK" and columns[5] == device and int(columns[4]) > 0
+        if columns[3] in excluding
     ]
 
 

@@ -40,3 +40,9 @@ def test_groups_of_samples_travel_as_bytes_and_come_as_they_were():
     assert b"Experience" not in pickle.dumps(pack(groups)), "none is pickled"
     assert carried(groups) == groups
     assert carried([]) == []
+
+
+def test_a_list_that_has_more_than_groups_comes_as_it_was():
+    groups = make_groups("r", seed=0)
+    for value in ([*groups, []], [*groups, "more"], [[*groups[0], 3]], [[]], [], "groups"):
+        assert carried(value) == value

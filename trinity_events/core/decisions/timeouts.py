@@ -30,7 +30,7 @@ class Waiting(NamedTuple):
 
 
 def lease_holders(state: MonitorState) -> dict[str, LeaseHolder]:
-    """Return the processes whose heartbeats are watched, by incarnation.
+    """Return the processes whose heartbeats are watched, by incarnation, with their shortest lease.
 
     Explorers are watched while the run is open: one that outlives it may wait for its resume.
     """
@@ -45,12 +45,9 @@ def lease_holders(state: MonitorState) -> dict[str, LeaseHolder]:
     for attempt in state.attempts.values():
         if attempt.lease is not None:
             name = attempt.holder.incarnation
-            earlier_holder = holders.get(name)
-            lease = (
-                attempt.lease
-                if earlier_holder is None
-                else max(earlier_holder.lease, attempt.lease)
-            )
+            earlier = holders.get(name)
+            # Heartbeats of a process hold for its shortest lease (``Heartbeat.of``).
+            lease = attempt.lease if earlier is None else min(earlier.lease, attempt.lease)
             holders[name] = LeaseHolder(attempt.holder, lease)
     return holders
 

@@ -91,13 +91,18 @@ def split_rows(value: Any, shares: int) -> Divided:
 
 
 def is_groups(value: Any) -> bool:
-    """Return True if a value is a sequence of groups of samples."""
-    # Only the first item of the first: a list of groups is of one kind throughout.
-    for _ in range(2):
-        if not isinstance(value, Sequence) or not value:
-            return False
-        value = value[0]
-    return isinstance(value, ExperienceHeader)
+    """Return True if a value is a sequence of groups of samples, none of them empty."""
+    # All of them: a list that begins with a group may have anything else behind it.
+    return (
+        isinstance(value, Sequence)
+        and bool(value)
+        and all(
+            isinstance(group, Sequence)
+            and bool(group)
+            and all(isinstance(sample, ExperienceHeader) for sample in group)
+            for group in value
+        )
+    )
 
 
 def _count_tokens(group: Sequence[ExperienceHeader]) -> int:

@@ -37,9 +37,12 @@ def gae(batch: Batch, config: AlgorithmConfig, reduce: Reduce) -> Advantages:
     """Return generalised advantage estimates, and the critic's targets A_t + V_t.
 
     Source: GAE (arXiv 1506.02438) eq. 16: A_t = sum_l (gamma lambda)^l delta_(t + l), with
-    delta_t = r_t + gamma V_(t + 1) - V_t and V = 0 after the last token. Advantages, not targets,
-    are then normalised over all tokens of the batch, as PPO's implementations do; scale `none`
-    leaves that out. Tokens that are not trained on are passed over.
+    delta_t = r_t + gamma V_(t + 1) - V_t and V = 0 after the last token, also of an answer that its
+    limit cut off. So do veRL (``compute_gae_advantage_return``) and TRL (``PPOTrainer``): the
+    critic has no value of what would follow, from which a time limit is bootstrapped elsewhere
+    (arXiv 1712.00378). Advantages, not targets, are then normalised over all tokens of the batch,
+    as PPO's implementations do; scale `none` leaves that out. Tokens that are not trained on are
+    passed over.
 
     Returns [B, R] float32, twice.
     """
@@ -50,7 +53,7 @@ def gae(batch: Batch, config: AlgorithmConfig, reduce: Reduce) -> Advantages:
     next_value = next_advantage = torch.zeros_like(values[:, 0])
     columns = []
     for t in range(mask.shape[1] - 1, -1, -1):
-        # Both are 0 at the last token: a truncated answer is valued as a finished one.
+        # Both are 0 at the last token, which the docstring says of truncated answers, too.
         error = rewards[:, t] + config.gamma * next_value - values[:, t]
         next_advantage = torch.where(mask[:, t], error + decay * next_advantage, next_advantage)
         next_value = torch.where(mask[:, t], values[:, t], next_value)
