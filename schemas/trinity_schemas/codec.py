@@ -94,11 +94,13 @@ class ExperienceUnreadable(ContractError):
     text = "{reason}"
 
 
+# One of each: a decoder builds its table of fields once, and has no state between calls.
 _TAGS = frozenset(event_tag(event) for event in EVENT_TYPES)
 _encoder = msgspec.msgpack.Encoder()
 _envelopes = msgspec.msgpack.Decoder(Envelope)
 _tags = msgspec.msgpack.Decoder(_Tagged)
 _senders = msgspec.msgpack.Decoder(Sender)
+# The entries stay as bytes, so that versions with the same ones decode them once.
 _manifests = msgspec.msgpack.Decoder(EncodedManifest)
 _entries = msgspec.msgpack.Decoder(tuple[TensorEntry, ...])
 _requests = msgspec.msgpack.Decoder(RolloutRequest)
@@ -122,6 +124,7 @@ def encode(message: msgspec.Struct) -> bytes:
             names of files may be), or holds a tensor in place of a number.
     """
     payload = _encoded(message, type(getattr(message, "event", message)).__name__)
+    # A manifest has an entry for each tensor, and lies in no log.
     manifest = isinstance(message, WeightManifest | EncodedManifest)
     _check_size(payload, MAX_MANIFEST_BYTES if manifest else MAX_EVENT_BYTES)
     return payload
@@ -146,8 +149,10 @@ def decode_envelope(payload: bytes) -> Envelope:
         _check_size(payload, MAX_EVENT_BYTES)
         return _envelopes.decode(payload)
     except msgspec.ValidationError as error:
+        # After the failure alone: nearly all events are known, and a second decoding costs time.
         tag = _unknown_tag(payload)
         if tag is not None:
+            # Cut, as the tag is any text of a sender, and ends in a sentence and a dead letter.
             raise UnknownEventType(tag[:64], _sender(payload)) from None
         raise MessageUndecodable("an event envelope", str(error)) from _contradiction(error)
     except UNREADABLE as error:
@@ -162,12 +167,15 @@ def decode_manifest(payload: bytes) -> WeightManifest:
     expected = "a weight manifest"
     decoded = _decode(_manifests, payload, MAX_MANIFEST_BYTES, expected)
     try:
+        # Copied out of the message: the cache must not keep a whole payload alive.
         entries = _decoded_entries(bytes(decoded.tensors), based=decoded.base is not None)
         return WeightManifest(**(msgspec.structs.asdict(decoded) | {"tensors": entries}))
     except (*UNREADABLE, ValueError) as error:
         raise MessageUndecodable(expected, str(error)) from _contradiction(error)
 
 
+# Identity of the entries is what tells a reader that its plan of copies still fits
+# (weights/applying/install.py).
 @lru_cache(maxsize=_SHARED_ENTRIES)
 def _decoded_entries(payload: bytes, *, based: bool) -> CheckedEntries:
     return CheckedEntries(_entries.decode(payload), based=based)
@@ -243,6 +251,7 @@ def _encoded(message: object, name: str) -> bytes:
         return _encoder.encode(message)
     except UnicodeEncodeError as error:
         raise MessageUnencodable(name, "text", error.object) from None
+    # A tensor of torch in the metrics of a step, for example.
     except TypeError as error:
         raise MessageUnencodable(name, "value", str(error)) from None
 
@@ -265,11 +274,13 @@ def _decode_sample(decoder: msgspec.msgpack.Decoder[T], payload: bytes, expected
 
 def _contradiction(error: BaseException) -> StructuredError | None:
     """Return the error that a message raised about itself while it was decoded, if it did."""
+    # msgspec raises its own error from the one of ``__post_init__``.
     cause = error.__cause__ or error
     return cause if isinstance(cause, StructuredError) else None
 
 
 def _check_size(payload: bytes, limit: int) -> None:
+    # Before the decoder sees it, so that no allocation follows a sender's numbers.
     if len(payload) > limit:
         raise MessageTooLarge(len(payload), limit)
 
@@ -282,6 +293,7 @@ def _sender(payload: bytes) -> Sender | None:
 
 
 def _experience_sender(payload: bytes) -> ExperienceSender | None:
+    # The sample was refused for its size: nothing of it is decoded for a name either.
     if len(payload) > MAX_EVENT_BYTES:
         return None
     try:

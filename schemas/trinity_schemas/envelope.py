@@ -19,6 +19,7 @@ from .identity import Epoch, HostId, Producer, RunId
 
 SCHEMA_VERSION = 2
 """Newest version of the contract that this package writes and reads."""
+# Left out on the wire where it is 1, as ``omit_defaults`` does: old logs stay as they are.
 FIRST_VERSION = 1
 MEANING_SINCE: dict[type[Struct], int] = dict.fromkeys(
     (

@@ -640,6 +640,7 @@ class ExplorerExcluded(_Event, frozen=True):
     failed: Annotated[Count, Meta(description="Number of its requests that failed in a row.")] = 0
 
 
+# Bounds count characters, of up to four bytes each: all texts of a report take 96 KiB at most.
 LONGEST_TRACEBACK = 8192
 """Characters of a traceback: the innermost frames, which name the fault, take a few hundred."""
 LONGEST_ANSWER = 4096
@@ -907,6 +908,7 @@ EVENT_TYPES: tuple[type[Struct], ...] = Event.__args__
 ANNOUNCEMENT_TYPES: tuple[type[Struct], ...] = Announcement.__args__
 
 SenderRole = Literal["trainer", "worker", "explorer", "reducer"]
+# A report of another role's event is refused by it (core/decisions/report_checks.py).
 SENT_BY: dict[type[Struct], SenderRole] = {
     RunOpened: "trainer",
     RunResumed: "trainer",
@@ -960,6 +962,7 @@ SENT_BY: dict[type[Struct], SenderRole] = {
 REPORT_TYPES: frozenset[type[Struct]] = frozenset(
     {
         *(event for event, role in SENT_BY.items() if role == REPORTER_ROLE),
+        # Any process sends these, an explorer as a report.
         WaitStarted,
         WaitEnded,
         StacksTaken,

@@ -31,6 +31,7 @@ HostId = Annotated[
     ),
 ]
 Text = Annotated[str, Meta(max_length=8192)]
+# Every reader of JSON, such as the dashboard's pages, has whole numbers up to 2**53.
 Step = Annotated[int, Meta(ge=0, le=2**53, description="The training step.")]
 Epoch = Annotated[
     int,
@@ -48,6 +49,7 @@ Ranks = Annotated[
 Count = Annotated[int, Meta(ge=0, le=2**31)]
 Bytes = Annotated[int, Meta(ge=0, le=2**62, description="Size in bytes.")]
 Seconds = Annotated[float, Meta(ge=0, description="Duration in seconds.")]
+# The algorithm is part of it: digests of host memory, devices and files differ in theirs.
 Digest = Annotated[
     str,
     Meta(
@@ -56,6 +58,7 @@ Digest = Annotated[
         description="Digest, as algorithm:hex.",
     ),
 ]
+# Length alone is checked: the reducer, which opens paths, resolves them below its root.
 RelativePath = Annotated[
     str, Meta(max_length=4096, description="Relative to the run's checkpoint directory.")
 ]

@@ -24,6 +24,7 @@ class RunKeys(NamedTuple):
     leader: str
     current: str
     holds: str
+    # Field names are the names of live keys: a rename loses what a run has stored.
     doomed: str
     identity: str
     folder: str
@@ -56,6 +57,7 @@ def grant_key(run_id: str, save_id: str) -> str:
 
 
 def _tag(run_id: str) -> str:
+    # Checked here, as a brace in a run's name would end the hash tag early.
     return f"trinity:{{{check_run_id(run_id)}}}"
 
 
@@ -84,6 +86,7 @@ def leases_key(run_id: str, epoch: int, step: int, rank: int) -> str:
 
 def meeting_key(run_id: str) -> str:
     """Return the key at which a trainer publishes the rendezvous of its collective group."""
+    # On the chunks' server, whose rights are those of the weights: it holds the group's token.
     return f"trinity-weights:{{{check_run_id(run_id)}}}:meeting"
 
 

@@ -40,6 +40,8 @@ DTYPE_BYTES: dict[str, int] = {
 ALIGNMENT = 64
 """Bytes to which a publisher aligns the offsets of tensors: a cache line."""
 
+# With 32 dimensions a product may pass 2**62: sizes are compared with the chunks' as integers
+# of Python, which do not overflow.
 Dimension = Annotated[int, Meta(ge=0, le=2**48)]
 
 Shape = Annotated[tuple[Dimension, ...], Meta(max_length=32)]
@@ -131,6 +133,7 @@ class CheckedEntries(tuple[TensorEntry, ...]):
     def __new__(cls, entries: Iterable[TensorEntry], *, based: bool) -> CheckedEntries:
         """Check the entries."""
         made = super().__new__(cls, entries)
+        # Kept with the tuple, so that a later manifest with these entries checks nothing again.
         made.based, made.end = based, _checked_end(made, based=based)
         return made
 
@@ -178,8 +181,10 @@ class WeightManifest(
 
     def __post_init__(self) -> None:
         entries, based = self.tensors, self.base is not None
+        # Entries that were checked for a full part may have no deltas, and the other way round.
         if not isinstance(entries, CheckedEntries) or entries.based != based:
             entries = CheckedEntries(entries, based=based)
+        # Readers allocate by the tensors and read by the chunks: both must be one size.
         if entries.end != self.nbytes:
             raise ManifestContradiction("sizes", actual=entries.end, expected=self.nbytes)
 
@@ -194,6 +199,7 @@ def _checked_end(entries: tuple[TensorEntry, ...], *, based: bool) -> int:
             if tensor.offset != end + -end % ALIGNMENT:
                 raise ManifestContradiction("offset", tensor.name, tensor.offset, end)
             end = tensor.offset
+        # A name alone where that is enough: the loop makes no tuple for most entries.
         if tensor.begins is None and tensor.global_shape is None:
             names.add(tensor.name)
         else:
@@ -234,6 +240,7 @@ def _check_encoding(tensor: TensorEntry, *, based: bool) -> None:
         raise ManifestContradiction("digest", tensor.name, tensor.encoding)
     elif tensor.encoding == "skip" and tensor.stored:
         raise ManifestContradiction("skip", tensor.name)
+    # A delta that is not smaller is sent dense; one of no bytes is a skip.
     elif tensor.encoding == "delta" and not 0 < tensor.stored < tensor.nbytes:
         raise ManifestContradiction("delta", tensor.name, tensor.stored, tensor.nbytes)
 
@@ -249,5 +256,6 @@ def _first_twice(tensors: tuple[TensorEntry, ...]) -> str:
 
 def version_digest(parts: Iterable[tuple[int, str]]) -> str:
     """Return one digest of a version, from ``(rank, manifest digest)`` of its parts."""
+    # Sorted, since the parts of a version may come in any order.
     text = "\n".join([f"{rank} {digest}" for rank, digest in sorted(parts)])
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"

@@ -79,6 +79,7 @@ class ProbeArray(Struct, frozen=True, kw_only=True):
     ) -> ProbeArray:
         """Return the array of rows of equal length."""
         values = array.array(_CODES[dtype], [value for row in rows for value in row])
+        # Little-endian on the wire, as the hosts of two byte orders read the same digest.
         if sys.byteorder == "big":
             values.byteswap()
         data = values.tobytes()

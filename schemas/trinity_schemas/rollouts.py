@@ -55,8 +55,10 @@ Samples = Annotated[int, Meta(ge=1, le=2**20, description="Samples of a group.")
 
 def check_ranges(ranges: Sequence[tuple[int, int]]) -> None:
     """Raise :class:`RangesOverlap` unless ranges of ordinals ascend and do not overlap."""
+    # Not -1: the range of an empty ledger is (-1, -1), which must pass.
     before = -2
     for first, last in ranges:
+        # Ranges that touch pass: a ledger of another writer need not have merged them.
         if not before < first <= last:
             raise RangesOverlap(first, last, before)
         before = last
@@ -113,6 +115,7 @@ class RolloutRequest(Struct, frozen=True, kw_only=True):
     ] = ()
 
 
+# One object for every turn without any: prompts and tool results have none.
 _NO_LOGPROBS = FloatArray.pack([])
 
 
@@ -143,6 +146,7 @@ class Turn(Struct, frozen=True, kw_only=True):
     ] = []
 
     def __post_init__(self) -> None:
+        # Lists are the form of recorded logs, and of explorers of their own.
         if not isinstance(self.tokens, TokenArray):
             force_setattr(self, "tokens", TokenArray.pack(self.tokens))
         if not isinstance(self.logprobs, FloatArray):
@@ -246,6 +250,7 @@ class Experience(ExperienceHeader, frozen=True, kw_only=True):
         super().__post_init__()
         prompt = self.turns[0]
         has_prompt = len(prompt.tokens) > 0
+        # A sample has its prompt, or shares it: neither both nor none.
         if prompt.role != "prompt" or has_prompt is self.shares_prompt:
             raise ExperienceContradiction("prompt", self.sample, self.samples)
         if self.shares_prompt and self.sample == 0:
@@ -253,6 +258,7 @@ class Experience(ExperienceHeader, frozen=True, kw_only=True):
         if not any(turn.role == "policy" for turn in self.turns):
             raise ExperienceContradiction("policy", self.sample, self.samples)
         for turn in self.turns:
+            # Loss and staleness need them for each trained token, and for no other one.
             turn_tokens = len(turn.tokens) if turn.role == "policy" else 0
             if len(turn.logprobs) != turn_tokens:
                 raise ExperienceContradiction("logprobs", self.sample, self.samples)
@@ -367,6 +373,7 @@ def share_prompts(group: Sequence[Experience]) -> list[Experience]:
     :meth:`Experience.with_prompt_of` the first one is the way back.
     """
     first = group[0]
+    # Readers find the prompt at sample 0 of the answer, which this list may lack.
     if first.sample != 0 or first.shares_prompt:
         return [*group]
     prompt = first.turns[0]
@@ -397,7 +404,9 @@ class TrainedLedger(Struct, frozen=True, kw_only=True):
     fingerprint: Annotated[Digest, Meta(description="Fingerprint of the task set.")]
 
     def __post_init__(self) -> None:
+        # All below the mark is one range with a fate, so that later ones must lie above it.
         check_ranges(((-1, self.mark - 1), *self.settled))
+        # The mark would be higher: a ledger has one encoding, and so one digest.
         if self.settled and self.settled[0][0] == self.mark:
             raise LedgerContradiction("mark", self.mark)
         if max(self.mark - 1, self.settled[-1][1] if self.settled else -1) >= self.next:
@@ -406,5 +415,6 @@ class TrainedLedger(Struct, frozen=True, kw_only=True):
     @property
     def digest(self) -> str:
         """Return the digest of the encoded ledger."""
+        # In an order of its own: reasons are counted in the order in which they came up.
         encoded = msgspec.msgpack.encode(self, order="deterministic")
         return f"sha256:{hashlib.sha256(encoded).hexdigest()}"
