@@ -25,6 +25,7 @@ from . import (
     fused_loss,
     growth,
     latency,
+    megatron_memory,
     megatron_reshard,
     megatron_stream,
     pages,
@@ -63,6 +64,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "megatron_stream": megatron_stream,
     "dispatch": dispatch,
     "megatron_reshard": megatron_reshard,
+    "megatron_memory": megatron_memory,
     "fused_loss": fused_loss,
 }
 SIZES = ("tiny", "small", "full")

@@ -3406,19 +3406,19 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (
             {"fault": "tensor", "tensor": 2, "expert": 2},
-            "experts and tensors cannot be spread together: megatron-core asks for sequence parallelism there, which this engine does not support: leave tensor or expert at 1",
+            "megatron-core spreads experts and tensors together with sequence parallelism alone: set sequence_parallel, or leave tensor or expert at 1",
         ),
         (
             {"fault": "mixture", "tensor": 2},
-            "a mixture of experts cannot be tensor-parallel: megatron-core asks for sequence parallelism there, which this engine does not support: leave tensor at 1",
-        ),
-        (
-            {"fault": "context", "context": 2},
-            "context parallelism is not supported: this engine gives every rank whole sequences, and log-probabilities would be wrong: leave context at 1",
+            "megatron-core spreads the tensors of a mixture of experts with sequence parallelism alone: set sequence_parallel, or leave tensor at 1",
         ),
         (
             {"fault": "sequence"},
-            "sequence parallelism is not supported: this engine does not pad sequences to a multiple of the tensor-parallel ranks: leave sequence_parallel out",
+            "sequence parallelism divides sequences over tensor-parallel ranks, and there is one: set tensor 2 or more, or leave sequence_parallel out",
+        ),
+        (
+            {"fault": "rollout", "tensor": 2},
+            "ranks that generate cannot share the tensors of a mixture of experts (2 of them): set trainer.rollout_tensor_parallel 1, or leave it out",
         ),
         (
             {"fault": "other"},
@@ -3467,14 +3467,22 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "rank 1 could not read /x: Input/output error",
         ),
     ],
-    "OptimizerNotLoadable": [
+    "OtherOptimizer": [
         (
-            {},
-            'megatron-core 0.16 cannot load its distributed optimizer\'s state without Apex or Transformer Engine, so it is not saved: use the ordinary optimizer, or save the model alone (checkpoint_manager.checkpoint_save_contents = ["model"])',
+            {"folder": Path("/x/training"), "fault": "distributed", "saved": True},
+            "/x/training holds the state of a distributed optimizer, and the other kind cannot load it: set trainer.distributed_optimizer true, or begin another run with the weights alone (trinity-events convert)",
         ),
         (
-            {"folder": Path("/x/training")},
-            "megatron-core 0.16 cannot load its distributed optimizer's state without Apex or Transformer Engine: use the ordinary optimizer, or remove /x/training to go on with the weights alone",
+            {"folder": Path("/x/training"), "fault": "distributed", "saved": False},
+            "/x/training holds the state of an ordinary optimizer, and the other kind cannot load it: set trainer.distributed_optimizer false, or begin another run with the weights alone (trinity-events convert)",
+        ),
+        (
+            {"folder": Path("/x/training"), "fault": "experts", "saved": True},
+            "/x/training holds the optimizer's state of experts that were spread over ranks, and one for experts that are not cannot load it: set trainer.expert_parallel 2 or more, or begin another run with the weights alone (trinity-events convert)",
+        ),
+        (
+            {"folder": Path("/x/training"), "fault": "experts", "saved": False},
+            "/x/training holds the optimizer's state of experts that were not spread over ranks, and one for experts that are cannot load it: set trainer.expert_parallel 1, or begin another run with the weights alone (trinity-events convert)",
         ),
     ],
     "AdaptersRefused": [

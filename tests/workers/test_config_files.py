@@ -190,15 +190,46 @@ CONTRADICTIONS: list[tuple[str, dict[str, object]]] = [
         "trainer: {distributed_optimizer: true}",
         {"trainer.distributed_optimizer": True, "trainer.engine": "fsdp"},
     ),
-    ("trainer: {context_parallel: 2}", {"trainer.context_parallel": 2}),
-    ("trainer: {sequence_parallel: true}", {"trainer.sequence_parallel": True}),
+    (
+        "trainer: {context_parallel: 2}",
+        {"trainer.context_parallel": 2, "trainer.engine": "fsdp"},
+    ),
+    (
+        "trainer: {sequence_parallel: true}",
+        {"trainer.sequence_parallel": True, "trainer.engine": "fsdp"},
+    ),
+    (
+        "trainer: {engine: megatron, sequence_parallel: true, context_parallel: 2}",
+        {
+            "trainer.engine": "megatron",
+            "trainer.tensor_parallel": None,
+            "trainer.pipeline_parallel": 1,
+            "trainer.context_parallel": 2,
+            "trainer.ranks": None,
+            "trainer.sequence_parallel": True,
+        },
+    ),
+    (
+        "trainer: {engine: megatron, pipeline_parallel: 2, context_parallel: 2}",
+        {
+            "trainer.engine": "megatron",
+            "trainer.tensor_parallel": None,
+            "trainer.pipeline_parallel": 2,
+            "trainer.context_parallel": 2,
+            "trainer.ranks": None,
+        },
+    ),
     (
         "trainer: {engine: megatron, virtual_pipeline: 2}",
         {"trainer.virtual_pipeline": 2, "trainer.pipeline_parallel": 1},
     ),
     (
         "trainer: {engine: megatron, expert_parallel: 2, tensor_parallel: 2, ranks: 4}",
-        {"trainer.expert_parallel": 2, "trainer.tensor_parallel": 2},
+        {
+            "trainer.expert_parallel": 2,
+            "trainer.tensor_parallel": 2,
+            "trainer.sequence_parallel": False,
+        },
     ),
     (
         "trainer: {engine: megatron, expert_parallel: 2, pipeline_parallel: 2}",
@@ -208,14 +239,6 @@ CONTRADICTIONS: list[tuple[str, dict[str, object]]] = [
             "trainer.pipeline_parallel": 2,
             "trainer.ranks": None,
             "trainer.expert_parallel": 2,
-        },
-    ),
-    (
-        "trainer: {engine: megatron, distributed_optimizer: true}",
-        {
-            "trainer.engine": "megatron",
-            "trainer.distributed_optimizer": True,
-            "checkpoints.interval": 100,
         },
     ),
     (

@@ -33,9 +33,9 @@ ALWAYS = expand_paths(
         "rewards": "function on_error service judge code_tests reward_model",
         "record": "rollouts",
         "trainer": """
-            engine ranks cpus gpus context_parallel sequence_parallel recompute learning_rate
-            warmup_steps schedule micro_batch_rows micro_batch_tokens profile_steps weight_decay
-            adam_beta1 adam_beta2 adam_epsilon max_grad_norm max_skipped_steps
+            engine ranks cpus gpus recompute learning_rate warmup_steps schedule micro_batch_rows
+            micro_batch_tokens profile_steps weight_decay adam_beta1 adam_beta2 adam_epsilon
+            max_grad_norm max_skipped_steps
             """,
         "algorithm": """
             preset advantage scale loss normalisation epochs mini_batches entropy_coefficient

@@ -48,6 +48,14 @@ CASES = [
     ("qwen2", 2, ParallelLayout(pipeline=2), 2),
     ("qwen3-moe", 2, ParallelLayout(expert=2), 1),
     ("llama", 4, SPLIT, 4),
+    ("qwen2", 4, ParallelLayout(tensor=2, context=2, sequence_parallel=True), 2),
+    pytest.param("qwen2", 2, ParallelLayout(context=2), 1, marks=pytest.mark.nightly),
+    pytest.param(
+        *("qwen3-moe", 4),
+        ParallelLayout(tensor=2, expert=2, context=2, sequence_parallel=True),
+        1,
+        marks=pytest.mark.nightly,
+    ),
 ]
 
 

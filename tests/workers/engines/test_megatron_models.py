@@ -28,6 +28,8 @@ PIPELINE = ParallelLayout(pipeline=2)
 VIRTUAL = ParallelLayout(pipeline=2, virtual=2)
 BOTH = ParallelLayout(tensor=2, pipeline=2)
 EXPERTS = ParallelLayout(expert=2)
+SEQUENCE = ParallelLayout(tensor=2, sequence_parallel=True)
+CONTEXT = ParallelLayout(context=2)
 
 CASES = [
     ("qwen2", 1, ONE),
@@ -47,10 +49,23 @@ CASES = [
     ("qwen2-moe", 2, PIPELINE),
     ("qwen3", 4, BOTH),
     ("llama", 4, BOTH),
+    ("qwen3", 2, SEQUENCE),
+    ("llama-scaled", 2, CONTEXT),
+    ("qwen2-moe", 4, ParallelLayout(tensor=2, context=2, expert=2, sequence_parallel=True)),
+]
+NIGHTLY_CASES = [
+    ("qwen2-untied", 2, SEQUENCE),
+    ("llama-one-group", 2, CONTEXT),
+    ("llama-scaled", 4, ParallelLayout(context=2, pipeline=2)),
+    ("qwen3-deep", 4, ParallelLayout(pipeline=2, virtual=2, context=2)),
+    ("qwen3-moe", 4, ParallelLayout(tensor=2, expert=2, sequence_parallel=True)),
 ]
 
 
-@pytest.mark.parametrize(("name", "world", "layout"), CASES)
+@pytest.mark.parametrize(
+    ("name", "world", "layout"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY_CASES)],
+)
 def test_logits_are_hugging_faces_and_the_stream_its_weights_bit_for_bit(
     engine_ranks, megatron_folder, name, world, layout
 ):
@@ -119,8 +134,8 @@ def test_local_shards_lie_where_they_say_and_cover_every_tensor(
 @pytest.mark.parametrize(
     ("name", "layout", "attributes"),
     [
-        ("qwen2", ParallelLayout(context=2), {"fault": "context"}),
-        ("qwen2", ParallelLayout(tensor=2, sequence_parallel=True), {"fault": "sequence"}),
+        ("qwen2", ParallelLayout(context=4), {"fault": "ranks", "ranks": 2, "context": 4}),
+        ("qwen2", ParallelLayout(context=2, sequence_parallel=True), {"fault": "sequence"}),
         ("qwen2", ParallelLayout(tensor=3), {"fault": "ranks", "ranks": 2, "tensor": 3}),
         ("qwen2", ParallelLayout(pipeline=2, virtual=2), {"fault": "parts", "what": "layers"}),
         ("qwen2", ParallelLayout(virtual=2), {"fault": "virtual"}),
@@ -139,13 +154,9 @@ def test_a_layout_that_cannot_be_is_refused_on_every_rank(
 
 @pytest.mark.parametrize(
     ("layout", "fault"),
-    [
-        (ParallelLayout(context=2), "context"),
-        (ParallelLayout(tensor=2, sequence_parallel=True), "sequence"),
-        (ParallelLayout(tensor=2, expert=2), "tensor"),
-    ],
+    [(ParallelLayout(tensor=2, expert=2), "tensor"), (ParallelLayout(expert=8), "experts")],
 )
-def test_what_computes_wrong_numbers_is_refused_beside_transformer_engine_too(
+def test_a_layout_that_cannot_be_is_refused_beside_transformer_engine_too(
     monkeypatch, layout, fault
 ):
     monkeypatch.setattr(megatron_layout, "has_transformer_engine", lambda: True)
@@ -153,11 +164,10 @@ def test_what_computes_wrong_numbers_is_refused_beside_transformer_engine_too(
         layout.check(4)
 
 
-def test_a_second_model_with_sequence_parallelism_is_refused_on_every_rank(
-    rank_group, megatron_folder
-):
+def test_a_second_model_of_one_layout_may_share_sequences(rank_group, megatron_folder):
     ranks = rank_group(2)
     ranks(at.make_engine, megatron_folder("qwen2"), TENSOR)
-    for answer in ranks.answers(at.join, ParallelLayout(tensor=2, sequence_parallel=True)):
+    ranks(at.join, SEQUENCE)
+    for answer in ranks.answers(at.join, CONTEXT):
         assert isinstance(answer, LayoutRefused)
-        assert answer.fault == "sequence"
+        assert answer.fault == "other"

@@ -144,6 +144,8 @@ CASES = {
     "float32": (SPLIT, RATE, {}),
     "bfloat16": (SPLIT, RATE, {"dtype": torch.bfloat16}),
     "one rank's tensors": (ParallelLayout(), RATE, {}),
+    "context": (ParallelLayout(context=2), RATE, {}),
+    "sequence": (ParallelLayout(tensor=2, sequence_parallel=True), RATE, {}),
     "distributed": (ParallelLayout(), OptimizerOptions(learning_rate=1e-2, distributed=True), {}),
 }
 
@@ -161,8 +163,7 @@ def test_megatron_trains_alike_with_its_idle_memory_away(engine_ranks, case, tmp
             nothing = {"parameters": {False}, "gradients": {False}, "optimizer": {False}}
             assert ranks(storages) == [nothing, nothing]
         reads = [ranks(kept_stream), ranks(shards), ranks(at.logprobs, batches[0])]
-        if not optimizer.distributed:
-            losses += ranks(checkpoint_beside_training, tmp_path, batches)
+        losses += ranks(checkpoint_beside_training, tmp_path, batches)
         results.append((losses, reads, ranks(at.full_weights)))
     (losses, reads, weights), (losses_away, reads_away, weights_away) = results
     assert losses_away == losses

@@ -76,6 +76,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         **RECOMPUTE,
         "rollout_tensor_parallel": 1,
     },
+    "CP 2 x TP 2 SP, generates at TP 2": {
+        **MEGATRON,
+        **{"ranks": 4, "context_parallel": 2, "sequence_parallel": True},
+        **OFFLOAD,
+        **TOKENS,
+        **FUSED,
+    },
+    "CP 2, generates at TP 1": {
+        **MEGATRON,
+        **{"ranks": 2, "context_parallel": 2},
+        **RECOMPUTE,
+    },
     "FSDP": {"ranks": 2},
 }
 

@@ -41,6 +41,10 @@ LAYOUTS = {
     "TP 2": (2, ParallelLayout(tensor=2)),
     "PP 2": (2, ParallelLayout(pipeline=2)),
     "TP 2 x PP 2": (4, ParallelLayout(tensor=2, pipeline=2)),
+    "CP 2": (2, ParallelLayout(context=2)),
+    "TP 2 SP": (2, ParallelLayout(tensor=2, sequence_parallel=True)),
+    "TP 2 SP x CP 2": (4, ParallelLayout(tensor=2, context=2, sequence_parallel=True)),
+    "PP 2 x CP 2": (4, ParallelLayout(pipeline=2, context=2)),
 }
 MODEL = "qwen2"
 STEPS = 2

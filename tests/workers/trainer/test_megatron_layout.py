@@ -28,6 +28,10 @@ pytestmark = [pytest.mark.megatron, pytest.mark.heavy]
             {"pipeline": 2, "virtual": 2},
         ),
         ({"ranks": 4, "expert_parallel": 2}, {"expert": 2}),
+        (
+            {"ranks": 4, "context_parallel": 2, "sequence_parallel": True},
+            {"tensor": 2, "context": 2, "sequence_parallel": True},
+        ),
     ],
 )
 def test_sizes_of_the_configuration_are_those_of_the_layout(settings, layout):

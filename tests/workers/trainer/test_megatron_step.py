@@ -58,7 +58,55 @@ LAYOUTS = {
     "PP 2": ("llama", 2, ParallelLayout(pipeline=2), MicroBatchLimit(tokens=40)),
     "TP 2 x PP 2": ("llama", 4, ParallelLayout(tensor=2, pipeline=2), MicroBatchLimit(tokens=60)),
     "EP 2": ("qwen3-moe", 2, ParallelLayout(expert=2), MicroBatchLimit(tokens=40)),
+    "TP 2 SP": (
+        "llama",
+        2,
+        ParallelLayout(tensor=2, sequence_parallel=True),
+        MicroBatchLimit(tokens=40),
+    ),
+    "CP 2": ("llama", 2, ParallelLayout(context=2), MicroBatchLimit(rows=6)),
+    "CP 2 x TP 2 SP": (
+        "llama",
+        4,
+        ParallelLayout(tensor=2, context=2, sequence_parallel=True),
+        MicroBatchLimit(tokens=60),
+    ),
+    "CP 4": ("qwen2", 4, ParallelLayout(context=4), MicroBatchLimit(tokens=60)),
+    "CP 2 x DP 2": ("qwen2", 4, ParallelLayout(context=2), MicroBatchLimit(tokens=60)),
+    "PP 2 x CP 2": ("llama", 4, ParallelLayout(pipeline=2, context=2), MicroBatchLimit(tokens=40)),
+    "PP 2 x TP 2 SP": (
+        "llama",
+        4,
+        ParallelLayout(tensor=2, pipeline=2, sequence_parallel=True),
+        MicroBatchLimit(tokens=40),
+    ),
+    "CP 2 x EP 2": (
+        "qwen3-moe",
+        2,
+        ParallelLayout(context=2, expert=2),
+        MicroBatchLimit(tokens=40),
+    ),
+    "DP 2 x TP 2 SP, EP 2": (
+        "qwen3-moe",
+        4,
+        ParallelLayout(tensor=2, expert=2, sequence_parallel=True),
+        MicroBatchLimit(tokens=40),
+    ),
+    "CP 2 x TP 2 SP, EP 2": (
+        "qwen2-moe",
+        4,
+        ParallelLayout(tensor=2, context=2, expert=2, sequence_parallel=True),
+        MicroBatchLimit(tokens=40),
+    ),
+    "TP 2 SP x PP 2 x CP 2, EP 2": (
+        "qwen2-moe",
+        8,
+        ParallelLayout(tensor=2, pipeline=2, context=2, expert=2, sequence_parallel=True),
+        MicroBatchLimit(tokens=60),
+    ),
 }
+SHORT = list(LAYOUTS)[:9]
+"""Layouts of ``make test``; one of each kind."""
 
 
 @dataclass
@@ -205,7 +253,10 @@ def plainly(folder: Path, reference: Path, batch: Batch) -> Numbers:
     return Numbers(logprobs.detach(), entropy.detach(), values)
 
 
-@pytest.mark.parametrize("where", LAYOUTS)
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param(where, marks=[] if where in SHORT else pytest.mark.nightly) for where in LAYOUTS],
+)
 def test_every_number_of_a_step_is_that_of_a_plain_computation_with_whole_logits_or_without(
     rank_group, megatron_folder, reference_of, batch, where
 ):

@@ -98,6 +98,8 @@ def trained(rank_processes, make_config):
         (2, {}),
         (2, {"pipeline_parallel": 2, "recompute": True}),
         (4, {"tensor_parallel": 2, "distributed_optimizer": True}),
+        (2, {"context_parallel": 2}),
+        (4, {"context_parallel": 2, "sequence_parallel": True, "distributed_optimizer": True}),
     ],
 )
 def test_training_on_megatron_is_training_on_fsdp(trained, run_id, world, settings):
@@ -108,7 +110,6 @@ def test_training_on_megatron_is_training_on_fsdp(trained, run_id, world, settin
             assert mine == pytest.approx(theirs, abs=1e-4, rel=1e-4)
         assert sorted(weights) == sorted(expected_weights)
         for name, value in weights.items():
-            # Megatron lets no weight decay pull at biases and norms.
             torch.testing.assert_close(value, expected_weights[name], atol=1e-4, rtol=0)
 
 

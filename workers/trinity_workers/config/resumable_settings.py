@@ -39,7 +39,7 @@ REFUSED: dict[str, str] = {
     "model.lora.dropout": "the checkpoint's adapters have it",
     "model.lora.target_modules": "the checkpoint's adapters are of these modules",
     "trainer.engine": "another engine does not read the checkpoint",
-    "trainer.distributed_optimizer": "its state does not load",
+    "trainer.distributed_optimizer": "the checkpoint has the state of the other optimizer",
     "trainer.colocated": "the answers of earlier steps are of another place",
     "algorithm.advantage": "it is another algorithm",
     "algorithm.loss": "it is another algorithm",

@@ -33,30 +33,46 @@ def _find_indivisible_ranks(values: Values) -> Contradictions:
     trainer = values["trainer"]
     if not trainer.on_megatron:
         return
-    if trainer.expert_parallel > 1 and (trainer.tensor_parallel or 1) > 1:
+    tensor = trainer.tensor_parallel or 1
+    if trainer.expert_parallel > 1 and tensor > 1 and not trainer.sequence_parallel:
         yield (
-            ("trainer.expert_parallel", "trainer.tensor_parallel"),
+            ("trainer.expert_parallel", "trainer.tensor_parallel", "trainer.sequence_parallel"),
             "{trainer.expert_parallel} and {trainer.tensor_parallel} are both above 1, which needs "
-            "sequence parallelism, which is not supported: set one of them 1",
+            "sequence parallelism: set {trainer.sequence_parallel} true, or one of them 1",
         )
         return
-    parts = (trainer.tensor_parallel or 1) * trainer.pipeline_parallel
+    parts = tensor * trainer.pipeline_parallel * trainer.context_parallel
+    sizes: tuple[str, ...]
     sizes = ("trainer.engine", "trainer.tensor_parallel", "trainer.pipeline_parallel")
+    product = "{trainer.tensor_parallel} times {trainer.pipeline_parallel}"
+    if trainer.context_parallel > 1:
+        sizes = (*sizes, "trainer.context_parallel")
+        product += " times {trainer.context_parallel}"
     stage = trainer.rank_count // trainer.pipeline_parallel
     if trainer.rank_count % parts:
         yield (
             (*sizes, "trainer.ranks"),
             f"{trainer.rank_count} trainers cannot be divided into groups of {parts} "
-            "({trainer.tensor_parallel} times {trainer.pipeline_parallel}): choose {trainer.ranks} "
-            "as a multiple",
+            f"({product}): choose {{trainer.ranks}} as a multiple",
         )
-    elif stage % trainer.expert_parallel:
+    elif trainer.sequence_parallel and trainer.tensor_ranks == 1:
+        yield (
+            (*sizes, "trainer.ranks", "trainer.sequence_parallel"),
+            "{trainer.sequence_parallel} is true, and no tensor-parallel ranks share a sequence: "
+            "set {trainer.tensor_parallel} 2 or more, or leave it out",
+        )
+    elif stage % (tensor * trainer.expert_parallel):
         yield (
             (*sizes, "trainer.ranks", "trainer.expert_parallel"),
             f"the {stage} ranks of a pipeline stage cannot be divided into groups of "
-            f"{trainer.expert_parallel} ({{trainer.expert_parallel}}): choose {{trainer.ranks}} as "
+            f"{tensor * trainer.expert_parallel} ({_experts(tensor)}): choose {{trainer.ranks}} as "
             "a multiple",
         )
+
+
+def _experts(tensor: int) -> str:
+    experts = "{trainer.expert_parallel}"
+    return experts if tensor == 1 else f"{{trainer.tensor_parallel}} times {experts}"
 
 
 def _find_indivisible_rollouts(values: Values) -> Contradictions:
@@ -118,28 +134,14 @@ def _find_absent_profiles(values: Values) -> Contradictions:
 
 
 RULES: tuple[Rule, ...] = (
-    Requires(
-        is_at_least("trainer.context_parallel", 2),
-        ~is_at_least("trainer.context_parallel", 2),
-        "{trainer.context_parallel} is above 1, and context parallelism is not supported: its "
-        "attention runs on no CPU, so that no test could check it",
-        "leave it out",
-    ),
-    Requires(
-        is_any("trainer.sequence_parallel", True),
-        ~is_any("trainer.sequence_parallel", True),
-        "{trainer.sequence_parallel} is true, and sequence parallelism is not supported: its layer "
-        "norms run on no CPU, so that no test could check it",
-        "leave it out",
-    ),
     OnlyWhen(
         "trainer.tensor_parallel trainer.pipeline_parallel",
         _LAYOUT,
         _NO_OPTION,
     ),
     OnlyWhen(
-        "trainer.virtual_pipeline trainer.expert_parallel trainer.distributed_optimizer "
-        "trainer.rollout_tensor_parallel",
+        "trainer.virtual_pipeline trainer.expert_parallel trainer.context_parallel "
+        "trainer.sequence_parallel trainer.distributed_optimizer trainer.rollout_tensor_parallel",
         _MEGATRON,
         _NO_OPTION,
     ),
@@ -158,13 +160,6 @@ RULES: tuple[Rule, ...] = (
         "trainer.rollout_tensor_parallel",
         _COLOCATED,
         "it is for ranks that generate",
-    ),
-    Requires(
-        _MEGATRON & is_any("trainer.distributed_optimizer", True),
-        ~is_positive("checkpoints.interval"),
-        "{trainer.distributed_optimizer} is true, and megatron-core cannot load its state, so that "
-        "no checkpoint of it resumes",
-        "set {checkpoints.interval} 0, or leave it out",
     ),
     OnlyWhen("trainer.cpu_offload trainer.packing", _FSDP, _NO_OPTION),
     OnlyWhen(f"trainer.fused_loss trainer.colocated {_POLICY}", _OWN_ENGINE, _NO_OPTION),

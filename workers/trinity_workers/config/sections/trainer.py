@@ -33,7 +33,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     GPU, or 0.6 of one that explorers share, where there is one for each rank; else none, and ranks
     compute on CPUs."""
     tensor_parallel: Positive | None = None
-    """On Megatron, ranks that share every layer. By default all of a pipeline stage do."""
+    """On Megatron, ranks that share every layer. By default all ranks of a pipeline stage do that
+    do not share sequences or experts."""
     pipeline_parallel: Positive = 1
     """On Megatron, number of pipeline stages."""
     virtual_pipeline: Annotated[int, Meta(ge=2)] | None = None
@@ -41,18 +42,18 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     expert_parallel: Positive = 1
     """On Megatron, ranks that share the experts of a layer."""
     context_parallel: Positive = 1
-    """Ranks that share a sequence. More than 1 is refused: it is not built yet."""
+    """On Megatron, ranks that share each sequence: long rows then take less memory on each."""
     sequence_parallel: bool = False
-    """Share activations between tensor-parallel ranks. It is refused, as `context_parallel`."""
+    """On Megatron, let tensor-parallel ranks also share the activations between layers. Experts
+    that are spread together with tensors need it."""
     distributed_optimizer: bool = False
-    """On Megatron, keep a part of the optimizer's state on each data-parallel rank. Its state does
-    not load, so `checkpoints.interval` must be 0."""
+    """On Megatron, keep a part of the optimizer's state on each data-parallel rank."""
     colocated: bool = False
     """Let the ranks answer the rollouts themselves, between two steps, with the weights that they
     hold. The run then starts no explorers, and publishes no weights."""
     rollout_tensor_parallel: Positive | None = None
     """On Megatron, ranks that share every layer while they generate: the weights change to that
-    layout for the answers of a claim. Null is `tensor_parallel`."""
+    layout for the answers of a claim. Null is `tensor_parallel`, and 1 for experts."""
     recompute: bool = False
     """Compute each layer's activations again in the backward pass instead of storing them: less
     memory, and about a third more time."""
@@ -103,6 +104,15 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     def rank_count(self) -> int:
         """Return the number of ranks."""
         return DEFAULT_RANKS if self.ranks is None else self.ranks
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Return the number of ranks that share every layer on Megatron."""
+        if self.tensor_parallel is not None:
+            return self.tensor_parallel
+        if self.expert_parallel > 1:
+            return 1
+        return max(1, self.rank_count // (self.pipeline_parallel * self.context_parallel))
 
     @property
     def on_megatron(self) -> bool:

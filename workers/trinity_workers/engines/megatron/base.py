@@ -20,9 +20,10 @@ from ..learning_rate import LearningRate, as_learning_rate
 from ..model_folder import has_weights
 from ..model_memory import Part, holding
 from . import checkpoint
-from .checkpoint_errors import OptimizerNotLoadable
+from .checkpoint_errors import OtherOptimizer
 from .checkpoint_reader import read_plain
 from .cpu import adapted
+from .distributed_optimizer import FORMAT
 from .layout import ParallelLayout
 from .model import ModelOptions, is_tied
 from .model_description import Description, write_description
@@ -32,11 +33,10 @@ from .skipped_step import skipped_unless_finite
 from .stream import WeightStream, load_folder, local_shards
 from .weights import mapping
 
-# The only optimizer state format of 0.16 that any layout can read.
-_OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
-
 _HAS_RANDOM_STATES = "has_random_states"
 """Key of a checkpoint's plain values: without it, a missing file of a rank would be no error."""
+_OPTIMIZER_KIND = "optimizer_kind"
+"""Key of a checkpoint's plain values: the optimizer that can load the state."""
 
 
 class OptimizerOptions(Struct, frozen=True, kw_only=True):
@@ -197,9 +197,6 @@ class MegatronModel(CheckpointedEngine):
         Returns:
             What writes ``model`` and ``training``, as far as they are among the contents. All ranks
             call them in this order; each returns when its folder is on disk.
-
-        Raises:
-            CheckpointRefused: if the optimizer's state would not load again.
         """
         needed: tuple[Part, ...] = ("parameters", "optimizer")
         copy = copy or not all(map(self._memory.is_resident, needed))
@@ -210,9 +207,6 @@ class MegatronModel(CheckpointedEngine):
         self, folder: Path, *, group: dist.ProcessGroup | None, copy: bool
     ) -> dict[str, PlannedSave]:
         contents = set(self.checkpoint_manager.checkpoint_save_contents)
-        # Refused now: a checkpoint that cannot be loaded is found out when nothing else is left.
-        if "optimizer" in contents and not self._optimizer_loads:
-            raise OptimizerNotLoadable()
         writes: dict[str, PlannedSave] = {}
         if "model" in contents:
             state = self._model_state()
@@ -235,7 +229,7 @@ class MegatronModel(CheckpointedEngine):
 
     def _read_checkpoint(self, folder: Path) -> None:
         # Before the model is changed: the engine stays as it was if this refuses.
-        self._check_optimizer_loads(folder)
+        self._check_optimizer_kind(folder / "training")
         self._load_model(folder)
         if not (folder / "training").is_dir():
             return
@@ -274,24 +268,34 @@ class MegatronModel(CheckpointedEngine):
     def _training_state(self, contents: set[str], *, is_loading: bool) -> dict[str, Any]:
         state: dict[str, Any] = {"steps": self.steps, _HAS_RANDOM_STATES: "extra" in contents}
         if "optimizer" in contents and self.optimizer is not None:
+            state[_OPTIMIZER_KIND] = self._optimizer_kind
             with adapted():
                 state["optimizer"] = self.optimizer.sharded_state_dict(
-                    self._model_state(), is_loading=is_loading, metadata=_OPTIMIZER_FORMAT
+                    self._model_state(), is_loading=is_loading, metadata=FORMAT
                 )
         return state
 
     @property
-    def _optimizer_loads(self) -> bool:
-        options = self._optimizer_options
-        if options is None or not options.distributed:
-            return True
-        # megatron-core takes torch's AdamW where it finds neither Transformer Engine nor Apex, and
-        # 0.16 cannot load its distributed state: see OptimizerNotLoadable.
-        return not isinstance(self.optimizer.chained_optimizers[0].optimizer, torch.optim.AdamW)
+    def _optimizer_kind(self) -> dict[str, bool]:
+        """Return what an optimizer must have in common with the one whose state it loads."""
+        assert self._optimizer_options is not None
+        return {
+            "distributed": self._optimizer_options.distributed,
+            # Experts that are spread have an optimizer of their own, beside that of all else.
+            "experts": len(self.optimizer.chained_optimizers) > 1,
+        }
 
-    def _check_optimizer_loads(self, folder: Path) -> None:
-        if (folder / "training").is_dir() and not self._optimizer_loads:
-            raise OptimizerNotLoadable(folder / "training")
+    def _check_optimizer_kind(self, folder: Path) -> None:
+        if self.optimizer is None or not folder.is_dir():
+            return
+        with together():
+            # Checkpoints of earlier versions lack the key; a load tells then.
+            kind = self._optimizer_kind
+            saved = read_plain(folder / "common.pt").get(_OPTIMIZER_KIND, kind)
+            if saved["distributed"] != kind["distributed"]:
+                raise OtherOptimizer(folder, "distributed", saved["distributed"])
+            if saved["experts"] != kind["experts"]:
+                raise OtherOptimizer(folder, "experts", saved["experts"])
 
     def _load_training_state(self, folder: Path) -> None:
         state = self._training_state({"optimizer", "extra"}, is_loading=True)

@@ -59,28 +59,35 @@ class UnreadablePart(CheckpointRefused):
     text = "rank {rank} could not read {folder}: {reason}"
 
 
-class OptimizerNotLoadable(CheckpointRefused):
-    """The state of megatron-core's distributed optimizer cannot be loaded here.
+class OtherOptimizer(CheckpointRefused):
+    """A training state is of an optimizer of another kind than the engine's.
 
     Attributes:
-        folder: Folder of the state; None if it was to be saved.
+        folder: Folder of the state.
+        fault: ``distributed`` if one of the two alone is spread over replicas, ``experts`` if one
+            alone spreads experts over ranks.
+        saved: True if the optimizer that saved the state does so.
     """
 
-    folder: Path | None = None
+    folder: Path
+    fault: Literal["distributed", "experts"]
+    saved: bool
 
     def __str__(self) -> str:
-        reason = (
-            "megatron-core 0.16 cannot load its distributed optimizer's state without Apex or "
-            "Transformer Engine"
-        )
-        if self.folder is None:
-            return (
-                f"{reason}, so it is not saved: use the ordinary optimizer, or save the model "
-                'alone (checkpoint_manager.checkpoint_save_contents = ["model"])'
+        if self.fault == "distributed":
+            saved, setting = ("a distributed", "true") if self.saved else ("an ordinary", "false")
+            content = f"the state of {saved} optimizer, and the other kind cannot load it"
+            way_out = f"set trainer.distributed_optimizer {setting}"
+        else:
+            saved, setting = ("", "2 or more") if self.saved else ("not ", "1")
+            content = (
+                f"the optimizer's state of experts that were {saved}spread over ranks, and one for "
+                f"experts that are {'not ' if self.saved else ''}cannot load it"
             )
+            way_out = f"set trainer.expert_parallel {setting}"
         return (
-            f"{reason}: use the ordinary optimizer, or remove {self.folder} to go on with the "
-            "weights alone"
+            f"{self.folder} holds {content}: {way_out}, or begin another run with the weights "
+            "alone (trinity-events convert)"
         )
 
 

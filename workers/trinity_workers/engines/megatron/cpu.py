@@ -2,19 +2,30 @@
 
 megatron-core names CUDA in places that a CPU build of torch cannot follow: literal devices, the
 current device, ``tensor.cuda()``, names in ``tensor.type()``, generator states. An adaptation is in
-force only in a block of the calling thread, so that no other code's torch is changed.
+force only in a block of the calling thread: other threads' calls reach what torch has, also of the
+functions that are replaced in its modules.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from threading import local
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+
+class _Blocks(local):
+    """Number of nested blocks of :func:`adapted` in the calling thread."""
+
+    count = 0
+
+
+_blocks = _Blocks()
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -30,6 +41,8 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # Blocks nest: an outer one has answered already.
             return "torch.cuda." + func(*args).removeprefix("torch.").removeprefix("cuda.")
+        # Pinning asks for CUDA; the rotary positions of context parallelism are pinned.
+        kwargs.pop("pin_memory", None)
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = torch.device("cpu")
@@ -42,25 +55,49 @@ def adapted() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
+    _replace_functions()
+    _blocks.count += 1
+    try:
+        with _CudaMeansCpu():
+            yield
+    finally:
+        _blocks.count -= 1
+
+
+@cache
+def _replace_functions() -> None:
+    """Replace functions of modules once, for the calls in blocks of :func:`adapted`.
+
+    Replacing them for each block would let a block of one thread end those of another.
+    """
     from megatron.core.tensor_parallel import random as megatron_random
 
+    for module, name, instead in (
+        (torch.cuda, "current_device", lambda: torch.device("cpu")),
+        (torch.cuda, "synchronize", _nothing),
+        (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.empty(0)),
+        (megatron_random, "_set_cuda_rng_state", _nothing),
+    ):
+        setattr(module, name, _in_blocks(instead, getattr(module, name)))
     recompute = megatron_random.CheckpointFunction.backward
 
     def recompute_adapted(*args: Any) -> Any:
         with _CudaMeansCpu():  # torch disables modes in the backward pass
             return recompute(*args)
 
-    with ExitStack() as exits:
-        for module, name, instead in (
-            (torch.cuda, "current_device", lambda: torch.device("cpu")),
-            (torch.cuda, "synchronize", _nothing),
-            (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.empty(0)),
-            (megatron_random, "_set_cuda_rng_state", _nothing),
-            (megatron_random.CheckpointFunction, "backward", staticmethod(recompute_adapted)),
-        ):
-            exits.enter_context(patch.object(module, name, instead))
-        exits.enter_context(_CudaMeansCpu())
-        yield
+    megatron_random.CheckpointFunction.backward = staticmethod(
+        _in_blocks(recompute_adapted, recompute)
+    )
+
+
+def _in_blocks(instead: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is another one in the calling thread's blocks."""
+
+    @wraps(original)
+    def call(*args: Any, **keywords: Any) -> Any:
+        return (instead if _blocks.count else original)(*args, **keywords)
+
+    return call
 
 
 def seed_generators(seed: int) -> None:

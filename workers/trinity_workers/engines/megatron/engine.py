@@ -16,6 +16,7 @@ from ..learning_rate import as_learning_rate
 from ..model_memory import ALL, OffloadedModel, holding, optimizer_tensors
 from .base import MegatronModel, OptimizerOptions
 from .cpu import adapted
+from .distributed_optimizer import make_resumable
 from .layout import ParallelLayout, join
 from .model import ModelOptions, build_chunks, transformer_config
 from .model_description import Description, read_description
@@ -227,6 +228,7 @@ class MegatronEngine(MegatronModel):
                 ),
                 self.module,
             )
+            make_resumable(self.optimizer)
         # The schedule calls it after the last micro-batch. It reduces over replicas, and between
         # the first and the last stage, which both have a tied embedding.
         self._transformer.finalize_model_grads_func = finalize_model_grads

@@ -18,8 +18,8 @@ from ..model_memory import Movable
 from ..random_states import random_states, set_random_states
 from .cpu import adapted
 from .engine import MegatronEngine
-from .layout import ParallelLayout, rollout_groups
-from .model import build_rollout, transformer_config
+from .layout import LayoutRefused, ParallelLayout, rollout_groups
+from .model import build_rollout, has_experts, transformer_config
 from .parameter_slices import parameter_slices
 from .resharding import Resharding
 from .stream import WeightStream
@@ -55,6 +55,10 @@ class HybridEngine:
         timeout: timedelta = timedelta(seconds=300),
     ) -> None:
         self.engine = engine
+        if tensor > 1 and has_experts(engine.config):
+            # megatron-core divides their tensors with sequence parallelism alone, and a step of
+            # generation has one token.
+            raise LayoutRefused("rollout", tensor=tensor)
         layout = ParallelLayout(tensor=tensor)
         options = structs.replace(engine.options, recompute=False)
         config = transformer_config(engine.config, layout, options)

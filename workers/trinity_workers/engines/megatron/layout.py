@@ -23,9 +23,11 @@ class LayoutRefused(TrinityError):
 
     Attributes:
         fault: ``sizes`` if one is too small, ``ranks`` and ``experts`` if their number is no
-            multiple, ``virtual`` without a pipeline. ``tensor``, ``mixture``, ``context`` and
-            ``sequence`` are layouts that are not supported. ``other`` if this process has another
-            layout, ``parts`` if the model cannot be divided, ``no experts`` if it has none.
+            multiple, ``virtual`` without a pipeline. ``tensor`` and ``mixture`` are layouts that
+            need sequence parallelism, ``sequence`` is that without tensor-parallel ranks.
+            ``rollout`` if ranks that generate would share the tensors of experts. ``other`` if this
+            process has another layout, ``parts`` if the model cannot be divided, ``no experts`` if
+            it has none.
         tensor: Tensor-parallel ranks.
         pipeline: Ranks of the pipeline.
         context: Context-parallel ranks.
@@ -44,8 +46,8 @@ class LayoutRefused(TrinityError):
         "experts",
         "tensor",
         "mixture",
-        "context",
         "sequence",
+        "rollout",
         "other",
         "parts",
         "no experts",
@@ -66,14 +68,14 @@ class LayoutRefused(TrinityError):
         "virtual": "virtual pipeline stages need a pipeline of two ranks or more",
         "experts": "experts cannot be divided over {expert} ranks: the {ranks} of a pipeline stage "
         "are no multiple of tensor {tensor} x expert {expert}",
-        "tensor": "experts and tensors cannot be spread together: megatron-core asks for sequence "
-        "parallelism there, which this engine does not support: leave tensor or expert at 1",
-        "mixture": "a mixture of experts cannot be tensor-parallel: megatron-core asks for "
-        "sequence parallelism there, which this engine does not support: leave tensor at 1",
-        "context": "context parallelism is not supported: this engine gives every rank whole "
-        "sequences, and log-probabilities would be wrong: leave context at 1",
-        "sequence": "sequence parallelism is not supported: this engine does not pad sequences to "
-        "a multiple of the tensor-parallel ranks: leave sequence_parallel out",
+        "tensor": "megatron-core spreads experts and tensors together with sequence parallelism "
+        "alone: set sequence_parallel, or leave tensor or expert at 1",
+        "mixture": "megatron-core spreads the tensors of a mixture of experts with sequence "
+        "parallelism alone: set sequence_parallel, or leave tensor at 1",
+        "sequence": "sequence parallelism divides sequences over tensor-parallel ranks, and there "
+        "is one: set tensor 2 or more, or leave sequence_parallel out",
+        "rollout": "ranks that generate cannot share the tensors of a mixture of experts "
+        "({tensor} of them): set trainer.rollout_tensor_parallel 1, or leave it out",
         "other": "this process trains a model of another layout: call leave() first, or take its "
         "layout",
         "parts": "the model's {count} {what} cannot be divided into {parts} parts",
@@ -95,9 +97,9 @@ class ParallelLayout(Struct, frozen=True, kw_only=True):
     """Chunks of the model per pipeline rank, if more than one."""
     expert: int = 1
     context: int = 1
-    """Context-parallel ranks; values above 1 are refused."""
+    """Ranks that share each sequence."""
     sequence_parallel: bool = False
-    """Sequence parallelism; True is refused."""
+    """If True, tensor-parallel ranks share each sequence where they do not share tensors."""
 
     @property
     def model_ranks(self) -> int:
@@ -106,7 +108,6 @@ class ParallelLayout(Struct, frozen=True, kw_only=True):
 
     def check(self, world_size: int) -> None:
         """Raise LayoutRefused if ``world_size`` ranks do not fit the layout."""
-        self._refuse_unsupported()
         sizes = (self.tensor, self.pipeline, self.virtual or 2, self.expert, self.context)
         if min(sizes[:2] + sizes[3:]) < 1 or sizes[2] < 2:
             raise LayoutRefused("sizes")
@@ -124,14 +125,10 @@ class ParallelLayout(Struct, frozen=True, kw_only=True):
             raise LayoutRefused(
                 "experts", tensor=self.tensor, expert=self.expert, ranks=world_size // self.pipeline
             )
-        if self.expert > 1 and self.tensor > 1:
-            raise LayoutRefused("tensor", tensor=self.tensor, expert=self.expert)
-
-    def _refuse_unsupported(self) -> None:
-        if self.context > 1:
-            raise LayoutRefused("context", context=self.context)
-        if self.sequence_parallel:
+        if self.sequence_parallel and self.tensor == 1:
             raise LayoutRefused("sequence")
+        if self.expert > 1 and self.tensor > 1 and not self.sequence_parallel:
+            raise LayoutRefused("tensor", tensor=self.tensor, expert=self.expert)
 
 
 def has_transformer_engine() -> bool:
@@ -155,7 +152,7 @@ def join(layout: ParallelLayout, seed: int, timeout: timedelta = TIMEOUT) -> Non
     """
     from megatron.core import parallel_state
 
-    # Checked first: existing groups do not record sequence parallelism.
+    # Also before the comparison with existing groups, which record no sequence parallelism.
     layout.check(dist.get_world_size())
     if parallel_state.model_parallel_is_initialized():
         if _joined(layout):

@@ -14,6 +14,7 @@ from ...learning.value_head import head_tensors
 from ..offload import FrozenOffload, Offload
 from .cpu import adapted
 from .layout import TIMEOUT, LayoutRefused, ParallelLayout, has_transformer_engine
+from .local_layers import use_local_layers
 
 MODEL_TYPES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
@@ -208,12 +209,18 @@ def expert_count(hf: Any) -> int:
 class _ValueHead(torch.nn.Linear):
     """Head of one output in the place of the output layer, whole on every rank; it begins at 0."""
 
-    def __init__(self, width: int, *, bias: bool) -> None:
+    def __init__(self, width: int, *, bias: bool, sequence_parallel: bool) -> None:
         super().__init__(width, 1, bias=bias)
+        self._sequence_parallel = sequence_parallel
         for parameter in self.parameters():
             torch.nn.init.zeros_(parameter)
 
     def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        if self._sequence_parallel:
+            # Every rank computes the same of the whole, so that each takes its own gradient back.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return super().forward(hidden), None
 
 
@@ -232,18 +239,20 @@ def _build(
 
     if not options.fused:
         _mend_router()
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=options.fused,
+        normalization="RMSNorm",
+        vp_stage=stage,
+        # Without it, megatron-core takes the stage of the training layout from its global groups.
+        pp_rank=None if groups is None else groups.pp.rank(),
+    )
+    if not options.fused:
+        use_local_layers(block)
     rope = hf.rope_parameters
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_decoder_block_spec(
-            config,
-            use_transformer_engine=options.fused,
-            normalization="RMSNorm",
-            vp_stage=stage,
-            # Without it, megatron-core takes the stage of the training layout from its global
-            # groups.
-            pp_rank=None if groups is None else groups.pp.rank(),
-        ),
+        transformer_layer_spec=block,
         vocab_size=padded_vocabulary(hf.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=hf.max_position_embeddings,
         pre_process=first,
@@ -259,7 +268,11 @@ def _build(
     )
     if last and (names := head_tensors(hf)):
         # Whole on every rank: one column cannot be divided over tensor-parallel ranks.
-        model.output_layer = _ValueHead(hf.hidden_size, bias="score.bias" in names)
+        model.output_layer = _ValueHead(
+            hf.hidden_size,
+            bias="score.bias" in names,
+            sequence_parallel=config.sequence_parallel,
+        )
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         # torch's own layer norms are float32, whatever dtype megatron-core requests.
@@ -321,8 +334,8 @@ def _check_fit(hf: Any, layout: ParallelLayout) -> None:
     ):
         if count % parts:
             raise LayoutRefused("parts", what=what, count=count, parts=parts)
-    # Also without expert parallelism, which ParallelLayout.check() refuses with tensors.
-    if has_experts(hf) and layout.tensor > 1:
+    # Also without expert parallelism, of which ParallelLayout.check() knows.
+    if has_experts(hf) and layout.tensor > 1 and not layout.sequence_parallel:
         raise LayoutRefused("mixture", tensor=layout.tensor)
 
 

@@ -19,6 +19,7 @@ from ...runtime.collectives import together
 from ..base import per_tensor_params
 from ..learning_rate import as_learning_rate
 from ..megatron.base import MegatronModel, OptimizerOptions
+from ..megatron.distributed_optimizer import make_resumable
 from ..megatron.layout import ParallelLayout, has_transformer_engine, join
 from ..megatron.model import ModelOptions, check_model, has_experts
 from ..megatron.model_description import Description, read_description
@@ -83,6 +84,7 @@ class VerlMegatronEngine(MegatronModel):
             optimizer=structs.replace(optimizer, distributed=True),  # veRL gives no weights without
         )
         self.module, self.optimizer = self.verl.module, self.verl.optimizer
+        make_resumable(self.optimizer)
         with together():
             self._stream.check_all_used(folder)
             for chunk in self._chunks:

@@ -120,11 +120,12 @@ def _check_experts(config: RunConfig) -> None:
 
 
 def parallel_layout(trainer: TrainerConfig) -> ParallelLayout:
-    """Return the layout; by default the ranks of a stage share tensors, or else the experts."""
-    share = 1 if trainer.expert_parallel > 1 else trainer.rank_count // trainer.pipeline_parallel
+    """Return the layout that the configuration names."""
     return ParallelLayout(
-        tensor=trainer.tensor_parallel or max(1, share),
+        tensor=trainer.tensor_ranks,
         pipeline=trainer.pipeline_parallel,
         virtual=trainer.virtual_pipeline,
         expert=trainer.expert_parallel,
+        context=trainer.context_parallel,
+        sequence_parallel=trainer.sequence_parallel,
     )

@@ -59,12 +59,14 @@ class MegatronRollouts:
 
     def __init__(self, config: RunConfig, device: torch.device, policy: Any) -> None:
         from ...engines.megatron import HybridEngine
+        from ...engines.megatron.model import has_experts
         from ...rollout_engines.megatron import MegatronRolloutEngine
 
         del device  # it is the policy's
+        tensor = 1 if has_experts(policy.config) else policy.layout.tensor
         hybrid = HybridEngine(
             policy,
-            config.trainer.rollout_tensor_parallel or policy.layout.tensor,
+            config.trainer.rollout_tensor_parallel or tensor,
             seed=config.seed,
             timeout=timedelta(seconds=config.sync.timeout),
         )
