@@ -85,6 +85,15 @@ class Sampling(Struct, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(ge=0, le=2**62, description="The run's seed.")] = 0
 
 
+class FailedDependency(Struct, frozen=True):
+    """Something that an answer depends on and that failed, such as a reward service."""
+
+    name: str
+    """Name in words, with its URL if it has one."""
+    unreachable: bool = False
+    """True if nothing answered, which cannot be the fault of the prompt."""
+
+
 class RolloutRequest(Struct, frozen=True, kw_only=True):
     """Request of the trainer for one group: all samples of one prompt.
 
@@ -113,6 +122,13 @@ class RolloutRequest(Struct, frozen=True, kw_only=True):
             description="Explorers whose answers are not taken, the last ones excluded.",
         ),
     ] = ()
+    last_attempt: Annotated[
+        bool,
+        Meta(
+            description="True if a failure of what the answer depends on, such as a reward "
+            "service, is to count as a failure of this request."
+        ),
+    ] = False
 
 
 # One object for every turn without any: prompts and tool results have none.

@@ -16,7 +16,6 @@ from trinity_events.errors import StaleEpoch
 from trinity_events.log import AsyncPublisher, new_producer, open_run
 from trinity_events.log.position import LAST_ID
 from trinity_events.rollouts import (
-    Exclusions,
     ExplorersExcluded,
     RolloutClient,
     RolloutDispatcher,
@@ -349,13 +348,11 @@ async def test_at_the_deadline_of_a_run_the_excluded_explorers_are_named(parts):
 
 
 async def test_training_and_evaluations_exclude_the_same_explorers(parts):
-    shared = Exclusions()
     keys = evaluation_keys(parts.run_id)
     epoch = parts.publisher.epoch
+    training = RolloutDispatcher(parts.client, parts.publisher, settings(parts.run_id, epoch))
     rollout_settings = settings(parts.run_id, epoch, may_drop=False)
-    evaluation = RolloutDispatcher(
-        parts.client, None, rollout_settings, keys=keys, exclusions=shared
-    )
+    evaluation = RolloutDispatcher(parts.client, None, rollout_settings, keys=keys, shares=training)
     await evaluation.start()
     await evaluation.dispatch(MALFORMED_ANSWERS, parts.version, exact=True)
     judged = RolloutClient(parts.client, parts.run_id, epoch, "explorer-1", lease=60.0, keys=keys)
@@ -364,11 +361,8 @@ async def test_training_and_evaluations_exclude_the_same_explorers(parts):
         await send(parts, claim, [malformed("nan reward", first), *map(encode, others)], keys)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(evaluation.take, 1, deadline=PATIENCE))
-        await until(lambda: shared.names)
+        await until(lambda: training.exclusions.names)
         tasks.cancel_scope.cancel()
-    training = RolloutDispatcher(
-        parts.client, parts.publisher, settings(parts.run_id, epoch), exclusions=shared
-    )
     await training.start()
     await training.dispatch(1, parts.version)
     [excluded] = await events(parts, ExplorerExcluded)

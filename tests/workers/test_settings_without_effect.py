@@ -49,7 +49,8 @@ ALWAYS = expand_paths(
         "rollouts": """
             prompts_per_step samples_per_prompt max_new_tokens temperature top_p top_k min_p
             repetition_penalty stop max_prompt_tokens chat_template_kwargs window max_bytes
-            claim_lease request_deadline max_attempts max_consecutive_failures pause_mode
+            claim_lease request_deadline max_attempts max_consecutive_failures outage_timeout
+            pause_mode
             """,
         "sync": "style interval max_staleness method timeout",
         f"task.sets.{NAME}": "questions",

@@ -1,5 +1,6 @@
 """Rollouts: requests of the trainer, claims and answers of explorers, and the fate of each."""
 
+from .breaker import CircuitBreaker, DependencyAway
 from .client import Claim, RolloutClient
 from .dispatch_state import AnswerGroup, HeldRequest
 from .dispatcher import RewardsFailed, RolloutDispatcher, RolloutsFailed
@@ -13,7 +14,9 @@ __all__ = [
     "AnswerGroup",
     "AnswerLimits",
     "AnswersServerFull",
+    "CircuitBreaker",
     "Claim",
+    "DependencyAway",
     "DispatchSettings",
     "Exclusions",
     "ExplorersExcluded",

@@ -64,6 +64,10 @@ class Failed(NamedTuple):
     """Name that the explorer gives itself; empty if it gives none."""
     error: RewardErrorReported | None = None
     """Error of the reward, if that is what failed."""
+    dependency: str = ""
+    """Name of what the answer depends on, if that is what failed."""
+    unreachable: bool = False
+    """True if nothing of it answered."""
 
 
 class Unreadable(NamedTuple):
@@ -155,6 +159,8 @@ class AnswerReader:
                 reason,
                 explorer,
                 _decode_error(fields.get(b"error")),
+                _decode_name(fields.get(b"dependency", b"")),
+                fields.get(b"unreachable") == b"1",
             )
         # The script that reads leaves out the content of an entry above the limit.
         if (size := fields.get(b"large")) is not None:
@@ -167,6 +173,12 @@ class AnswerReader:
             # A message whose names are readable still counts against its explorer.
             return Unreadable(entry_id, str(error), error.sender)
         return Sample(entry_id, experience, len(payload))
+
+
+def _decode_name(name: bytes) -> str:
+    """Return the name of a dependency, which an explorer chooses, as one line of printable text."""
+    text = name[: 4 * LONGEST_NAME].decode(errors="replace")
+    return " ".join("".join(filter(str.isprintable, text)).split())[:LONGEST_NAME]
 
 
 def _decode_error(payload: bytes | None) -> RewardErrorReported | None:

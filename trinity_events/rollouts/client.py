@@ -16,6 +16,7 @@ from msgspec import Struct
 from trinity_schemas import (
     ContractError,
     Experience,
+    FailedDependency,
     PayloadAddress,
     RewardErrorReported,
     RolloutRequest,
@@ -232,7 +233,12 @@ class RolloutClient:
         return addresses
 
     async def fail(
-        self, claim: Claim, reason: str, error: RewardErrorReported | None = None
+        self,
+        claim: Claim,
+        reason: str,
+        error: RewardErrorReported | None = None,
+        *,
+        dependency: FailedDependency | None = None,
     ) -> None:
         """Give a request back, so that the dispatcher issues it again at once.
 
@@ -241,12 +247,21 @@ class RolloutClient:
             reason: Reason in words.
             error: Error of the reward function, if that is what failed. The dispatcher then applies
                 ``DispatchSettings.on_reward_error``, and does not issue the request again.
+            dependency: Something else that failed, such as a service. The dispatcher then issues
+                the request again, and spends its attempt only if other requests are answered.
 
         Raises:
             StaleEpoch: The run has a newer epoch; nothing was written.
         """
-        row = [claim.entry_id, reason, self.name]
-        await self._write("fail", *row, *([] if error is None else [encode(error)]))
+        row: list[object] = [claim.entry_id, reason, self.name]
+        row += (
+            []
+            if error is None and dependency is None
+            else [b"" if error is None else encode(error)]
+        )
+        if dependency is not None:
+            row += [dependency.name, "1" if dependency.unreachable else "0"]
+        await self._write("fail", *row)
         self._unanswered_ids.discard(claim.entry_id)
 
     async def give_back(self, claim: Claim, reason: str = SUPERSEDED) -> None:

@@ -31,12 +31,14 @@ from .streams import (
     MALFORMED,
     PAYLOAD_LOST,
     SUPERSEDED,
+    UNAVAILABLE,
     UNCLAIMABLE,
     StreamSnapshot,
 )
 
 NOT_THE_EXPLORERS = (
-    *("stale", SUPERSEDED, ABORTED, "lost", MALFORMED, EXCLUDED, UNCLAIMABLE),
+    *("stale", SUPERSEDED, ABORTED, "lost"),
+    *(MALFORMED, EXCLUDED, UNAVAILABLE, UNCLAIMABLE),
     PAYLOAD_LOST,
 )
 """Reasons to request again that are no failure of an attempt, and do not use up the attempts.
@@ -263,7 +265,8 @@ class DispatchState:
         for candidate in due:
             counts = candidate.reason not in NOT_THE_EXPLORERS
             failures = self.open_requests[candidate.ordinal].failures + counts
-            (exhausted if failures >= self.settings.max_attempts else again).append(candidate)
+            is_exhausted = counts and failures >= self.settings.max_attempts
+            (exhausted if is_exhausted else again).append(candidate)
         return again, exhausted
 
     def requests(self, ordinals: Iterable[int]) -> list[OutgoingRequest]:
@@ -395,6 +398,22 @@ class DispatchState:
         """Return the answer of an ordinal that is not to be used, and forget it."""
         self._answer_sizes.pop(ordinal, None)
         return self.arrived.pop(ordinal)
+
+    def spend_attempt(self, ordinal: int) -> None:
+        """Count a failed attempt of an ordinal that is still open and unanswered."""
+        if ordinal in self.open_requests and ordinal not in self.arrived:
+            self.open_requests[ordinal].failures += 1
+
+    def is_last_attempt(self, ordinal: int) -> bool:
+        """Return True if one more failed attempt drops the ordinal."""
+        open_request = self.open_requests.get(ordinal)
+        failures = 0 if open_request is None else open_request.failures
+        # Never the first one: it may be cut off by an outage that no other request has met yet.
+        return failures >= max(self.settings.max_attempts - 1, 1)
+
+    def is_alone(self, ordinal: int) -> bool:
+        """Return True if no other request is open and unanswered."""
+        return not self.open_requests.keys() - self.arrived - {ordinal}
 
     def set_refusal(self, number: int, reason: str) -> None:
         """Record the reason for which an explorer gave a request back; no attempt failed."""

@@ -14,6 +14,8 @@
 7. The payload of an answer is there until its ordinal has its final fate, and with
    ``keep_answers="checkpoint"`` until a checkpoint covers that. It is freed after the entries that
    name it are deleted, by the script that checks the epoch.
+8. While what answers depend on fails for every request, one request at a time goes out, and no
+   attempt is spent (:mod:`.breaker`). A step then waits for up to ``outage_timeout``.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ from ..log.publishing.metric_values import check_metrics, split_metrics
 from ..replay import SnapshotUnreadable, current_state
 from ..server import Deadline
 from .answers import Answer, AnswerReader, Failed
+from .breaker import CircuitBreaker, DependencyAway, DependencyFailures, Outage, Suspect
 from .dispatch_state import (
     OVERLONG,
     AnswerGroup,
@@ -78,6 +81,7 @@ from .streams import (
     MALFORMED,
     PAYLOAD_LOST,
     SUPERSEDED,
+    UNAVAILABLE,
     RolloutStreams,
 )
 
@@ -237,7 +241,8 @@ class RolloutDispatcher:
         deadline: Seconds for which a write waits for a server that is away.
         waits: Reporter of the trainer's long waits for rollouts; by default none reports them.
         keys: Keys with the streams; by default those of the run's rollouts.
-        exclusions: Excluded explorers, which the dispatchers of an epoch share; by default none.
+        shares: Dispatcher of the same epoch, whose excluded explorers and circuit breaker are those
+            of this one too; by default it has its own.
         payloads: Store of the tokens of answers; None if all answers have them in the stream.
 
     Attributes:
@@ -257,10 +262,11 @@ class RolloutDispatcher:
         deadline: float = 300.0,
         waits: WaitReporter = NO_REPORTS,
         keys: RunKeys | None = None,
-        exclusions: Exclusions | None = None,
+        shares: RolloutDispatcher | None = None,
         payloads: PayloadStore | None = None,
     ) -> None:
-        self.exclusions = Exclusions() if exclusions is None else exclusions
+        self.exclusions: Exclusions = Exclusions() if shares is None else shares.exclusions
+        self.breaker: CircuitBreaker = CircuitBreaker() if shares is None else shares.breaker
         self.settings = settings
         self.ledger = Ledger() if ledger is None else ledger
         if self.ledger.fingerprint is None:
@@ -321,6 +327,7 @@ class RolloutDispatcher:
         self._streaks = None if limit is None else FailureStreaks(self.exclusions, limit)
         self._failed_rewards: list[_FailedReward] = []
         """Requests whose reward failed, and whose ordinals are not dropped yet."""
+        self._dependencies = DependencyFailures(self.breaker, self._streams.group)
 
     async def start(self, stands: Stands | None = None) -> None:
         """Withdraw all requests of earlier epochs, and their answers, unless a resume needs them.
@@ -472,7 +479,7 @@ class RolloutDispatcher:
             await self._observe(wait)
             self._discard_due()
             again, _ = self._state.split(self._due.values())
-            if again:
+            if again := self._admit(again):
                 await self._reissue(wait, again)
 
     async def _take_or_explain(
@@ -481,6 +488,8 @@ class RolloutDispatcher:
         with self._waits.waiting("rollouts", deadline=deadline) as reported:
             try:
                 return await self._take(count, deadline, usable, waiting, reported)
+            except DependencyAway:
+                raise
             except DeadlineExceeded as error:
                 if not self.exclusions.names:
                     raise
@@ -519,9 +528,13 @@ class RolloutDispatcher:
                     next_look, next_words = self._looked_at + every, -math.inf
                     # What lapsed or was lost is requested again before the wait for it begins.
                     continue
-            if anyio.current_time() >= next_words and (missing := self.waits_for(count)):
-                next_words = anyio.current_time() + _WORDS
+            now = anyio.current_time()
+            if (outage := self._dependencies.outage) is not None:
+                self._await_end(outage, wait, reported, began)
+            elif now >= next_words and (missing := self.waits_for(count)):
+                next_words = now + _WORDS
                 self._set_missing(wait, missing)
+                reported.deadline = now - began + wait.left()
                 reported.update(
                     format_missing(missing) + self._state.format_refused(), holders_of(missing)
                 )
@@ -537,6 +550,26 @@ class RolloutDispatcher:
                 await anyio.sleep(_GATHER)
             if waiting is not None and (missing := self.waits_for(count)):
                 await waiting(missing, anyio.current_time() - began)
+
+    def _await_end(self, outage: Outage, wait: Deadline, reported: Wait, began: float) -> None:
+        """Name an outage in the wait for groups, whose deadline begins again when it ends.
+
+        Raises:
+            DependencyAway: It has lasted for too long.
+        """
+        now, timeout = anyio.current_time(), self.settings.outage_timeout
+        if now - outage.began >= timeout:
+            raise DependencyAway(
+                "rollouts were not answered",
+                timeout,
+                outage.reason,
+                run_id=self.settings.run_id,
+                dependency=outage.dependency,
+            )
+        wait.renew()
+        # Until when the outage is waited for, and then once more for the groups.
+        reported.deadline = outage.began - began + timeout
+        reported.update(outage.format())
 
     async def trained(
         self,
@@ -684,6 +717,13 @@ class RolloutDispatcher:
     # --- requests ----------------------------------------------------------------------------
 
     async def _request_more(self, wait: Deadline, count: int) -> None:
+        if self._dependencies.outage is not None:
+            # What is open probes the dependency; without it one new ordinal has to.
+            is_waiting = bool(self._state.open_requests.keys() - self._state.arrived)
+            now = anyio.current_time()
+            count = self._dependencies.admit(max(count, 0), is_waiting, now)
+            if ordinals := self._state.next_ordinals(count):
+                self._dependencies.start_probe(ordinals[0], now)
         while count > 0 and (ordinals := self._state.next_ordinals(count)):
             overlong = [] if self.find_overlong is None else await self.find_overlong(ordinals)
             # Recorded before anything waits: a cancelled call leaves it to the next one (invariant
@@ -728,8 +768,22 @@ class RolloutDispatcher:
         for due in exhausted:
             await self._give_up(wait, due)
             del self._due[due.ordinal]
-        if again:
+        if again := self._admit(again):
             await self._reissue(wait, again)
+
+    def _admit(self, again: list[ReissueCandidate]) -> list[ReissueCandidate]:
+        """Return what may be requested again now: all, or a probe during an outage."""
+        now = anyio.current_time()
+        admitted = again[: self._dependencies.admit(len(again), self._is_probed(), now)]
+        if admitted and self._dependencies.outage is not None:
+            self._dependencies.start_probe(admitted[0].ordinal, now)
+        return admitted
+
+    def _is_probed(self) -> bool:
+        """Return True if the request that probes a dependency is out, and not answered."""
+        probe = self._dependencies.probe
+        unanswered = self._state.open_requests.keys() - self._state.arrived
+        return probe in unanswered and probe not in self._due
 
     def _discard_due(self) -> None:
         """Forget the candidates whose ordinals need no request any more."""
@@ -838,6 +892,7 @@ class RolloutDispatcher:
             deadline=self.settings.request_deadline,
             # The newest ones, since the field is bounded.
             excluded=tuple(self.exclusions.names[-MAX_EXCLUDED_NAMES:]),
+            last_attempt=self._state.is_last_attempt(request.ordinal),
         )
         earlier = self._replaced(request.earlier, request.due)
         return [*earlier, self._streams.request_id(request.number), encode(payload)]
@@ -882,6 +937,9 @@ class RolloutDispatcher:
         if failed.reason in (SUPERSEDED, ABORTED):
             self._due[ordinal] = ReissueCandidate(ordinal, failed.reason)
             return
+        if failed.dependency:
+            self._record_unavailable(ordinal, failed)
+            return
         logger.warning(
             "run %s: an attempt of ordinal %d failed: %s",
             *(self.settings.run_id, ordinal, failed.reason),
@@ -893,12 +951,37 @@ class RolloutDispatcher:
         self._last_failure = failed.reason
         self._due[ordinal] = ReissueCandidate(ordinal, "failed")
 
+    def _record_unavailable(self, ordinal: int, failed: Failed) -> None:
+        """Issue a request again for which a dependency failed; see the breaker for its attempt."""
+        logger.info(
+            "run %s: ordinal %d was given back by %s: %s",
+            *(self.settings.run_id, ordinal, failed.explorer, failed.reason),
+        )
+        self._due[ordinal] = ReissueCandidate(ordinal, UNAVAILABLE)
+        spent = self._dependencies.add_failure(
+            self._dependencies.make_suspect(ordinal, failed.explorer, failed.reason),
+            failed.dependency,
+            unreachable=failed.unreachable,
+            is_alone=self._state.is_alone(ordinal),
+            now=anyio.current_time(),
+        )
+        self._spend(spent)
+
+    def _spend(self, suspects: Iterable[Suspect]) -> None:
+        for suspect in suspects:
+            self._state.spend_attempt(suspect.ordinal)
+            self._last_failure = suspect.reason
+            if self._streaks is not None:
+                # An explorer that alone does not reach the dependency is excluded in the end.
+                self._streaks.add_failure(suspect.explorer, suspect.reason, of_reward=False)
+
     def _count_answer(self, group: AnswerGroup) -> None:
         """Count an answer, or a failed request if all its samples have a score for an error."""
         first = group.experiences[0]
         if not all(sample.reward_error for sample in group.experiences):
             if self._streaks is not None:
                 self._streaks.add_answer(first.explorer)
+            self._spend(self._dependencies.add_answer(anyio.current_time()))
             return
         # With `score` such a request arrives as an answer, which must not end a streak of
         # errors.

@@ -93,6 +93,8 @@ class DispatchSettings(Struct, frozen=True, kw_only=True):
     max_consecutive_failures: int | None = 10
     """Requests in a row whose reward failed that end the dispatch. So many failed requests in a row
     of one explorer exclude it, if others answer. None counts neither."""
+    outage_timeout: float = 3600.0
+    """Seconds for which the dispatch pauses while what answers depend on fails for all of them."""
     may_drop: bool = True
     """False fails the dispatch with the first ordinal that would be dropped for its attempts."""
     when_stale: Literal["drop", "wait", "pace"] = "drop"
@@ -113,7 +115,7 @@ class DispatchSettings(Struct, frozen=True, kw_only=True):
         failures = self.max_consecutive_failures
         if failures is not None and failures < 1:
             raise InvalidDispatchSetting("max_consecutive_failures", failures, "count")
-        for name in ("claim_lease", "request_deadline"):
+        for name in ("claim_lease", "request_deadline", "outage_timeout"):
             # Written so that NaN is refused too.
             if not getattr(self, name) > 0:
                 raise InvalidDispatchSetting(name, getattr(self, name), "seconds")

@@ -38,6 +38,9 @@ MALFORMED = "malformed"
 PAYLOAD_LOST = "payload-lost"
 """Reason to issue a request again whose answer came, and whose payload is gone."""
 
+UNAVAILABLE = "unavailable"
+"""Reason to issue a request again for which something failed that its answer depends on."""
+
 UNCLAIMABLE = "unclaimable"
 """Reason to issue a request again that was delivered and has no claim: it is in no further read."""
 
@@ -45,7 +48,10 @@ ANSWERS_AT_ONCE = 256
 """Maximum samples of one read."""
 BYTES_AT_ONCE = 16 << 20
 """Bytes of answers from which on one read has no further one: decoded, they take ten times that."""
-_ANSWER_FIELDS = (b"e", b"r", b"failed", b"reason", b"explorer", b"error")
+_ANSWER_FIELDS = (
+    *(b"e", b"r", b"failed", b"reason", b"explorer", b"error"),
+    *(b"dependency", b"unreachable"),
+)
 """Fields of an entry of the answers; others are no part of a message."""
 _KEYS = {
     **dict.fromkeys(("issue", "renew", "leave"), ("epoch", "rollouts")),

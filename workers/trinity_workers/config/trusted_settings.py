@@ -130,7 +130,7 @@ _DATA = {
         prompts_per_step samples_per_prompt max_new_tokens temperature top_p top_k min_p
         repetition_penalty stop include_stop_str_in_output max_prompt_tokens
         max_turns order window max_bytes claim_lease request_deadline max_attempts
-        max_consecutive_failures pause_mode keep_answers
+        max_consecutive_failures outage_timeout pause_mode keep_answers
         """,
     "sync": """
         style interval offset max_staleness when_stale method transport publish dtype full_every

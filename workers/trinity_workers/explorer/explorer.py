@@ -102,6 +102,8 @@ class Explorer:
         self._lease = lease
         self._gpus = gpus or config.explorer.gpus or 1.0
         self._groups = 0
+        self._is_away = False
+        """True while something fails that answers depend on, so that few requests come."""
         self._turns = EngineTurns()
         self._exits = AsyncExitStack()
         self._demand: VersionDemand | None = None
@@ -393,10 +395,13 @@ class Explorer:
                     idle_since = anyio.current_time()
                 elif self._demand is not None and self._engine.serves is not None:
                     await self._publish(self._demand.idle(self._engine.serves))
-                if anyio.current_time() - idle_since > config.sync.timeout:
+                timeout = config.sync.timeout
+                if self._is_away:  # the trainer probes it with a request now and then
+                    timeout += config.rollouts.outage_timeout
+                if anyio.current_time() - idle_since > timeout:
                     raise DeadlineExceeded(
                         f"{self.name}: no rollouts of run {config.run_id} were asked for",
-                        config.sync.timeout,
+                        timeout,
                         f"see trinity-events status {config.run_id}",
                     )
             tasks.cancel_scope.cancel()
@@ -490,6 +495,7 @@ class Explorer:
             answers = [GenerationAborted(request.ordinal) for request in rollout_requests]
         sent = await send_answers(requests, claims, answers, self._clock)
         self._groups += sent.counted
+        self._is_away = sent.is_away
         if self._demand is not None and self._engine.serves is not None:
             await self._publish(self._demand.record_answers(self._engine.serves, sent.ordinals))
 

@@ -70,22 +70,36 @@ class CodeRewards:
 
     async def start(self) -> None:
         """Raise CodeNotRunnable unless code runs here within the limits."""
-        if not await self._passes(["total = 1 + 1"], "assert total == 2"):
+        try:
+            runs = await self._passes(["total = 1 + 1"], "assert total == 2")
+        except OSError as error:
+            raise CodeNotRunnable("start", reason=str(error)) from None
+        if not runs:
             raise CodeNotRunnable("limits")
 
     async def judge(self, question: Question, answers: Sequence[Answer]) -> list[Rewarded]:
-        """Return the reward of each answer. Raises CodeNotRunnable if the question has no tests."""
+        """Return the reward of each answer.
+
+        Raises CodeNotRunnable: the question has no tests, or no process can be started.
+        """
         tests = read_field(question.data, self._field)
         if not isinstance(tests, str):
             raise CodeNotRunnable("tests", self._field, propose_field(question.data, self._field))
         rewards = dict.fromkeys(range(len(answers)), 0.0)
+        faults: list[OSError] = []
 
         async def run(index: int, answer: Answer) -> None:
-            rewards[index] = float(await self._passes(find_code(answer.text), tests))
+            try:
+                rewards[index] = float(await self._passes(find_code(answer.text), tests))
+            # Of this host: no process, or no folder for it. The code itself ends without one.
+            except OSError as error:
+                faults.append(error)
 
         async with anyio.create_task_group() as tasks:
             for index, answer in enumerate(answers):
                 tasks.start_soon(run, index, answer)
+        if faults:
+            raise CodeNotRunnable("start", reason=str(faults[0]))
         return [Rewarded(reward=rewards[index]) for index in range(len(answers))]
 
     async def aclose(self) -> None:

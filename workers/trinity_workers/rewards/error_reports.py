@@ -8,7 +8,12 @@ from collections.abc import Callable
 import anyio.to_thread
 
 from trinity_events.errors import TrinityError
-from trinity_schemas import ContractError, RewardErrorReported, RolloutRequest
+from trinity_schemas import (
+    ContractError,
+    FailedDependency,
+    RewardErrorReported,
+    RolloutRequest,
+)
 from trinity_schemas.events import LONGEST_TRACEBACK
 
 from ..tasks import Answer, Question
@@ -31,9 +36,11 @@ class AnswersNotJudged(RewardFailed):
 
     Attributes:
         report: Report of the first error.
+        dependency: What failed in place of the reward, if that is so for one of the answers.
     """
 
     report: RewardErrorReported
+    dependency: FailedDependency | None = None
     text = "{_message}, for the answer {_quote!r}"
 
     @property

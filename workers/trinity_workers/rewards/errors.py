@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import ClassVar, Literal, TypeAlias
 
+from msgspec.structs import replace
+
 from trinity_events.errors import TrinityError
+from trinity_schemas import FailedDependency
 
 from .values import Rewarded, RewardFault
 
@@ -137,6 +140,7 @@ class RewardCallFailed(RewardFailed):
         attempts: Number of attempts.
         status: Status code of a refusal.
         limit: Maximum bytes of a reply.
+        dependency: The service, if it failed rather than refused this question.
     """
 
     service: str
@@ -146,6 +150,7 @@ class RewardCallFailed(RewardFailed):
     attempts: int = 1
     status: int = 0
     limit: int = 0
+    dependency: FailedDependency | None = None
     texts: ClassVar = {
         "question": "{service} cannot be sent this question: {reason}",
         "late": "{service} did not answer within {seconds:g} s{_before}",
@@ -161,6 +166,11 @@ class RewardCallFailed(RewardFailed):
     @property
     def _tried(self) -> str:
         return f", {self.attempts} times" if self.attempts > 1 else ""
+
+    @property
+    def shared_fault(self) -> RewardFault:
+        """Error of all answers of the call, with the service if that failed."""
+        return replace(super().shared_fault, dependency=self.dependency)
 
 
 class RewardReplyRefused(RewardFailed):
@@ -212,17 +222,29 @@ class CodeNotRunnable(RewardFailed):
     """The code of answers cannot be run, or has no tests.
 
     Attributes:
-        fault: ``limits`` if a program of one line does not run within them, ``tests`` without any.
+        fault: ``limits`` if a program of one line does not run within them, ``tests`` without any,
+            ``start`` if no process for code can be started.
+        reason: Error of its start.
         field: Field of the question that ``rewards.code_tests`` names.
         proposal: Clause about the fields that there are.
     """
 
-    fault: Literal["limits", "tests"]
+    fault: Literal["limits", "tests", "start"]
     field: str = ""
     proposal: str = ""
+    reason: str = ""
     texts: ClassVar = {
+        "start": "the sandbox for the code of answers does not start: {reason}",
         "limits": "a program of one line does not run within the limits of an answer's code: raise "
         "rewards.code_memory_mb or rewards.deadline",
         "tests": "a question has no text in its field {field!r}, which rewards.code_tests names: "
         "{proposal}",
     }
+
+    @property
+    def shared_fault(self) -> RewardFault:
+        """Error of all answers, with the sandbox if that failed."""
+        dependency = None
+        if self.fault == "start":
+            dependency = FailedDependency("the sandbox for the code of answers", unreachable=True)
+        return replace(super().shared_fault, dependency=dependency)

@@ -13,6 +13,7 @@ import msgspec
 from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
 from trinity_events.errors import StructuredError
 from trinity_events.log.retry import backoff_delays
+from trinity_schemas import FailedDependency
 
 from .errors import RewardCallFailed, RewardServiceUnusable
 
@@ -28,6 +29,8 @@ _START_ATTEMPT = 30.0
 """Seconds within which a service answers anything, before a run begins."""
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 """Status codes after which another attempt may succeed."""
+_GATEWAY = {502, 503, 504}
+"""Status codes with which a proxy or a server says that nothing behind it answers."""
 _DIRECT: dict[str, httpx.AsyncBaseTransport | None] = {
     "all://localhost": None,
     "all://127.0.0.1": None,
@@ -133,7 +136,8 @@ class HttpCalls:
             raise RewardCallFailed(self.name, "question", str(error)) from None
         # Before the deadline begins: the wait for a free place is not the service's.
         async with self._free:
-            fault = ""
+            fault: str = ""
+            dependency: FailedDependency | None = None
             pauses = backoff_delays(_LONGEST_PAUSE)
             try:
                 with (
@@ -146,12 +150,29 @@ class HttpCalls:
                         try:
                             return read(await self._exchange(url, content))
                         except Unusable as error:
-                            fault = str(error)
+                            fault, dependency = str(error), self._find_dependency(error)
                         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
                             fault = f"did not answer ({_format_error(error, self._deadline)})"
+                            dependency = FailedDependency(
+                                self.name,
+                                # It may have died of the question, unless it took no connection.
+                                unreachable=isinstance(error, httpx.ConnectError),
+                            )
             except TimeoutError:
-                raise RewardCallFailed(self.name, "late", fault, self._deadline) from None
-        raise RewardCallFailed(self.name, "attempts", fault, attempts=self._attempts)
+                dependency = FailedDependency(self.name)
+                raise RewardCallFailed(
+                    self.name, "late", fault, self._deadline, dependency=dependency
+                ) from None
+        raise RewardCallFailed(
+            self.name, "attempts", fault, attempts=self._attempts, dependency=dependency
+        )
+
+    def _find_dependency(self, error: Unusable) -> FailedDependency | None:
+        """Return the service if it failed; None if it answered what cannot be used."""
+        if error.fault != "status":
+            return None
+        # A gateway answers so for the service behind it, whatever the question is.
+        return FailedDependency(self.name, unreachable=error.status in _GATEWAY)
 
     async def _exchange(self, url: str, content: bytes) -> bytes:
         headers = {"Content-Type": "application/json"}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from trinity_schemas import FailedDependency
 from trinity_schemas.identity import LONGEST_NAME
 from trinity_schemas.rollouts import MAX_FLOAT32, MAX_REWARD, MAX_REWARD_PARTS, REWARD_RANGE
 
@@ -25,6 +26,8 @@ class RewardFault(Struct, frozen=True, kw_only=True):
     place: str = ""
     """File and line of the user's code that raised it."""
     traceback: str = ""
+    dependency: FailedDependency | None = None
+    """What failed instead of the reward itself, such as a service that is away."""
 
 
 class Rewarded(Struct, frozen=True, kw_only=True):

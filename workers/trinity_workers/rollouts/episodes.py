@@ -46,6 +46,7 @@ from ..rollout_engines.base import (
     TurnGenerator,
 )
 from ..rollout_engines.proof import find_weakest
+from ..sandbox.environments import EnvironmentFailed
 from ..tasks.base import Answer, Message, Question, Task
 
 if TYPE_CHECKING:
@@ -408,9 +409,17 @@ class Episodes:
             failed[place] = error
             return
         if faults:
-            first = await self._report_faults(group, judged_answers, faults)
+            reports = self._make_reports(group, judged_answers, faults)
+            away = next((fault.dependency for fault in faults.values() if fault.dependency), None)
+            if away is not None and not group[0].request.last_attempt:
+                # Not in the log as an error of the reward: other requests tell if it is one.
+                failed[place] = AnswersNotJudged(reports[0], dependency=away)
+                return
+            if self.report is not None:
+                for report in reports:
+                    await self.report(report)
             if self.on_error != "score":
-                failed[place] = AnswersNotJudged(first)
+                failed[place] = AnswersNotJudged(reports[0])
                 return
         answers[place] = [
             self._experience(episode, rewarded[index])
@@ -441,29 +450,25 @@ class Episodes:
                 faults[index] = RewardFault(sentence=sentence, error_type=NO_REWARD)
         return rewarded, faults
 
-    async def _report_faults(
+    def _make_reports(
         self,
         group: Sequence[_Episode],
         answers: Sequence[Answer],
         faults: Mapping[int, RewardFault],
-    ) -> RewardErrorReported:
-        """Report the errors of a request, and return the first one."""
-        reports = []
-        for index in sorted(faults):
-            episode = group[index]
-            report = make_report(
-                episode.request,
-                episode.sample,
-                episode.question,
+    ) -> list[RewardErrorReported]:
+        """Return the reports of the errors of a request."""
+        return [
+            make_report(
+                group[index].request,
+                group[index].sample,
+                group[index].question,
                 answers[index],
                 faults[index],
                 explorer=self.explorer,
                 held_out=self.held_out,
             )
-            reports.append(report)
-            if self.report is not None:
-                await self.report(report)
-        return reports[0]
+            for index in sorted(faults)
+        ]
 
     def _make_scored(self, episode: _Episode, fault: RewardFault) -> Experience:
         """Return a sample with the score that is configured for errors, marked as such."""
@@ -569,6 +574,8 @@ class Sent(NamedTuple):
     counted: int
     """Answers that were not discarded."""
     ordinals: list[int]
+    is_away: bool = False
+    """True if something failed that answers depend on."""
 
 
 async def send_answers(
@@ -589,6 +596,7 @@ async def send_answers(
         StaleEpoch: The run has a newer epoch.
     """
     outgoing: list[tuple[Claim, list[Experience]]] = []
+    is_away = False
     for claim, answer in zip(claims, answers, strict=True):
         if isinstance(answer, GenerationAborted):
             logger.info("%s: %s", requests.name, answer)
@@ -597,7 +605,12 @@ async def send_answers(
         elif isinstance(answer, TrinityError):
             logger.warning("%s: ordinal %d: %s", requests.name, claim.request.ordinal, answer)
             report = answer.report if isinstance(answer, AnswersNotJudged) else None
-            await requests.fail(claim, str(answer), report)
+            dependency = None
+            if isinstance(answer, (AnswersNotJudged, EnvironmentFailed)):
+                # The last attempt is a failure of the request, whatever it failed for.
+                dependency = None if claim.request.last_attempt else answer.dependency
+                is_away |= answer.dependency is not None
+            await requests.fail(claim, str(answer), report, dependency=dependency)
         else:
             outgoing.append((claim, answer))
     counted = await requests.answer_all(outgoing)
@@ -607,4 +620,4 @@ async def send_answers(
             clock.count_tokens("answered" if is_first else "surplus", tokens)
         aborted = any(isinstance(answer, GenerationAborted) for answer in answers)
         clock.settle_tokens("aborted" if aborted else "failed")
-    return Sent(sum(counted), [claim.request.ordinal for claim, _ in outgoing])
+    return Sent(sum(counted), [claim.request.ordinal for claim, _ in outgoing], is_away)

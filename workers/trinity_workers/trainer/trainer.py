@@ -210,7 +210,7 @@ class Trainer:
             through,
             waits=self._waits,
             limits=structs.replace(limits, reward_part=None),
-            exclusions=self._dispatcher.exclusions,
+            training=self._dispatcher,
         )
         self._answers: ColocatedAnswers | None = None
         if config.trainer.colocated:
@@ -608,6 +608,7 @@ def dispatch_settings(
         max_attempts=rollouts.max_attempts,
         on_reward_error=config.rewards.on_error,
         max_consecutive_failures=rollouts.max_consecutive_failures,
+        outage_timeout=rollouts.outage_timeout,
         when_stale=config.sync.when_stale,
         keep_answers=rollouts.keep_answers,
         discards_earlier=config.discards_answers,

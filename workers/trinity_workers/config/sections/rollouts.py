@@ -64,6 +64,9 @@ class RolloutsConfig(Section, frozen=True, kw_only=True):
     max_consecutive_failures: Positive = 10
     """Requests in a row whose rewards failed that end the run, whatever `rewards.on_error` is.
     Failed requests in a row of one explorer exclude it, while others answer."""
+    outage_timeout: Seconds = 3600.0
+    """Seconds for which a run waits for a reward service, a judge, an environment or the sandbox of
+    code that worked and fails for every request. No attempt is spent and no prompt dropped."""
     pause_mode: PauseMode = "wait"
     """Treatment of answers that are being generated when a weight version arrives. `wait` ends them
     with the old version first. `keep` continues them with the new one and the old one's key-value

@@ -12,6 +12,7 @@ import msgspec
 
 from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
 from trinity_events.errors import TrinityError
+from trinity_schemas import FailedDependency
 
 from ...tasks.base import Message, Question
 from ..processes.frames import format_value
@@ -57,6 +58,12 @@ class EnvironmentFailed(TrinityError):
         "load": "environment {name} cannot be loaded: {reason}",
         "early": "environment {name} replied before it was asked",
     }
+
+    @property
+    def dependency(self) -> FailedDependency:
+        """Return the environment as what failed."""
+        loading = ("load", "slow load", "ended load", "early")
+        return FailedDependency(f"environment {self.name}", unreachable=self.fault in loading)
 
 
 class EnvironmentProcesses:

@@ -19,7 +19,6 @@ from trinity_events.log import AsyncPublisher
 from trinity_events.rollouts import (
     AnswerLimits,
     DispatchSettings,
-    Exclusions,
     RolloutDispatcher,
     evaluation_keys,
 )
@@ -62,7 +61,8 @@ class Evaluator:
         through: Newest version by set that needs no evaluation any more, as the log tells it.
         waits: Reporter of the trainer's long waits.
         limits: Limits of the answers.
-        exclusions: Excluded explorers of the epoch; by default none.
+        training: Dispatcher of the epoch's training, whose excluded explorers and circuit breaker
+            count for evaluations too; by default they have their own.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Evaluator:
         *,
         waits: WaitReporter = NO_REPORTS,
         limits: AnswerLimits = NO_LIMITS,
-        exclusions: Exclusions | None = None,
+        training: RolloutDispatcher | None = None,
     ) -> None:
         self._config = config
         self._client = client
@@ -83,7 +83,7 @@ class Evaluator:
         self._sets = sets
         self._waits = waits
         self._limits = limits
-        self._exclusions = Exclusions() if exclusions is None else exclusions
+        self._shares = training
         self._last_steps = {name: version.step for name, version in through.items()}
         """Step by set of the last version that needs no evaluation any more, or is asked for."""
         self._open: deque[PendingEvaluation] = deque()
@@ -180,8 +180,10 @@ class Evaluator:
             _settings(config, held_out, self._limits),
             deadline=deadline,
             keys=evaluation_keys(config.run_id),
-            exclusions=self._exclusions,
+            shares=self._shares,
         )
+        # Those of an evaluation count for the next one.
+        self._shares = self._shares or dispatcher
         await dispatcher.start()
         scores: list[list[Score]] = []
         while remaining := len(held_out.questions) - len(scores):
@@ -212,5 +214,6 @@ def _settings(config: RunConfig, held_out: HeldOutSet, limits: AnswerLimits) -> 
         max_attempts=rollouts.max_attempts,
         on_reward_error="score",
         max_consecutive_failures=None,  # A set may have questions that no reward can judge.
+        outage_timeout=rollouts.outage_timeout,
         may_drop=False,
     )
