@@ -710,6 +710,13 @@ class EvaluationStarted(_Event, frozen=True):
     fingerprint: Annotated[Digest | None, Meta(description="Fingerprint of the questions.")] = None
 
 
+class BestBy(Struct, frozen=True):
+    """Metric of an evaluation by which the best checkpoint is chosen."""
+
+    metric: Annotated[Name, Meta(description="Name of the metric, such as mean.")]
+    mode: Annotated[Literal["max", "min"], Meta(description="Direction of what is better.")] = "max"
+
+
 class EvaluationFinished(_Event, frozen=True):
     """All answers of an evaluation are judged; it names the version that gave them."""
 
@@ -720,6 +727,10 @@ class EvaluationFinished(_Event, frozen=True):
     ]
     answers: Annotated[Count, Meta(description="Answers that were judged.")] = 0
     seconds: Annotated[Seconds, Meta(description="Seconds from its start.")] = 0.0
+    best_by: Annotated[
+        BestBy | None,
+        Meta(description="Metric by which the checkpoint of this step may be the best, to keep."),
+    ] = None
 
 
 class EvaluationFailed(_Event, frozen=True):

@@ -570,6 +570,32 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "step-committed of run demo-1 was not published: 10 events wait for the server already, which fills the buffer: it is slow",
         ),
     ],
+    "DependencyAway": [
+        (
+            {
+                "missing": "rollouts were not answered",
+                "deadline": 3600.0,
+                "reason": "answered 503",
+                "run_id": "mine",
+                "dependency": "the reward service http://reward:8000",
+            },
+            "run mine: the reward service http://reward:8000 failed for every request within "
+            "3600 s (answered 503): no prompt was dropped for it, so mend it, and start the run "
+            "again: it resumes",
+        )
+    ],
+    "BestCheckpointMissing": [
+        (
+            {"run_id": "mine", "fault": "none"},
+            "run mine has no best checkpoint: name an evaluation set in checkpoints.keep_best.set, "
+            "and evaluate steps that are saved",
+        ),
+        (
+            {"run_id": "mine", "fault": "folder", "step": 4, "reason": "it is not there"},
+            "the best checkpoint of run mine is that of step 4, and its folder does not prove it: "
+            "it is not there; name the folder in place of --best to convert it all the same",
+        ),
+    ],
     "DeadlineExceeded": [
         (
             {"missing": "no step-ready of run demo-1 came", "deadline": 0.2},
@@ -2335,6 +2361,11 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
     ],
     "CodeNotRunnable": [
+        (
+            {"fault": "start", "reason": "[Errno 11] Resource temporarily unavailable"},
+            "the sandbox for the code of answers does not start: [Errno 11] Resource temporarily "
+            "unavailable",
+        ),
         (
             {"fault": "limits"},
             "a program of one line does not run within the limits of an answer's code: raise rewards.code_memory_mb or rewards.deadline",

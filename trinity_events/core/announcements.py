@@ -29,6 +29,7 @@ from trinity_schemas import (
 )
 from trinity_schemas.envelope import MEANING_SINCE
 
+from .best_checkpoint import complete_score
 from .compaction import compact_step
 from .completeness import Completion, count_registered, find_completion, has_all_parts
 from .evaluations import open_versions
@@ -167,6 +168,7 @@ def _add_complete_checkpoint(fold: FoldState, step: int) -> None:
     complete = fold.state.complete_checkpoints
     insort(complete, step)
     del complete[:-KEPT_COMPLETE_CHECKPOINTS]
+    complete_score(fold.state, step)
 
 
 def announce_since_2(fold: FoldState, envelope: Envelope, announcement: Announcement) -> None:

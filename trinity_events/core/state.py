@@ -367,6 +367,25 @@ class EvaluatedSet(Struct, kw_only=True, omit_defaults=True):
     """Newest version of the lineage that needs no evaluation any more."""
 
 
+class ScoredStep(Struct, kw_only=True, omit_defaults=True):
+    """Step whose weights were evaluated, and may be those of the best checkpoint."""
+
+    at: StepRef
+    value: float
+    is_complete: bool = False
+    """True once the checkpoint of the step is complete."""
+
+
+class BestScores(Struct, kw_only=True, omit_defaults=True):
+    """Scores by which the best checkpoint is chosen: its own, and the newest ones."""
+
+    name: str
+    """Name of the set of held-out questions."""
+    metric: str
+    mode: Literal["max", "min"]
+    scores: list[ScoredStep] = field(default_factory=list)
+
+
 class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """State of a run after ``position``. Only :class:`.Monitor` changes it."""
 
@@ -407,6 +426,8 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     ready: dict[Kind, ReadyPointer] = field(default_factory=dict)
     # This and two fields below have earlier names in snapshots, as
     # `ExplorerState.requested_version` has.
+    best: BestScores | None = None
+    """Scores of the best checkpoint; None unless the run keeps one."""
     complete_checkpoints: list[int] = field(default_factory=list, name="whole")
     """Last steps with a complete checkpoint, in order, of the current epoch and its lineage."""
     lineage: list[StepRef] = field(default_factory=list)

@@ -17,6 +17,7 @@ from ..analysis.failures import failures
 from ..analysis.hosts import format_silence, format_unseen
 from ..checkpoints.layout import final_name
 from ..core import MonitorState
+from ..core.best_checkpoint import best_checkpoint
 from ..core.handlers.rollouts import format_exclusion
 from ..core.handlers.waits import chained_waits, format_awaited, remaining_seconds
 from ..core.limits import KEPT_EXPLORERS
@@ -188,6 +189,9 @@ def _evaluations(state: MonitorState, now: int | None) -> Iterator[RenderableTyp
             )
             table.add_row(name, str(evaluation.version.step), since, result)
     yield from (Text(), table)
+    if (best := best_checkpoint(state)) is not None and state.best is not None:
+        chosen = f"{state.best.name} {state.best.metric} {best.value:.3g}"
+        yield Text(f"Best checkpoint: step {best.at.step} ({visible(chosen, lines=False)}), kept")
 
 
 def _result(metrics: Mapping[str, float]) -> str:

@@ -42,6 +42,7 @@ from .config.errors import CommandRefused
 from .config.files import Reading, read_config, to_yaml, typed_setting
 from .config.train_config import TrainConfig
 from .config.trusted_settings import OwnConfig
+from .conversion.best import find_best_folder
 from .engines.convertible import find_source
 from .launch.results import Outcome, RunFailure, results_alone
 from .launch.resume_command import resume_command
@@ -565,8 +566,16 @@ def _resolve_root(given: Path | None, config: TrainConfig) -> Path:
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="Folder to convert.", show_default=False)],
+    source: Annotated[
+        Path, typer.Argument(help="Folder to convert; with --best the run.", show_default=False)
+    ],
     target: Annotated[Path, typer.Argument(help="Folder to create.", show_default=False)],
+    best: Annotated[
+        bool,
+        typer.Option(
+            "--best", help="Convert the best checkpoint of a run, by its checkpoints.keep_best."
+        ),
+    ] = False,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write adapters alone, as a folder that PEFT loads.")
     ] = False,
@@ -584,6 +593,8 @@ def convert(
             "digests, sizes alone, or none."
         ),
     ] = "full",
+    root: CheckpointRoot = None,
+    redis_url: RedisUrl = None,
     as_json: Json = False,
 ) -> None:
     """Convert a checkpoint to a Hugging Face folder, or such a folder to a Megatron checkpoint.
@@ -592,8 +603,12 @@ def convert(
     the folder of a step, global_step_N. No code of a checkpoint is run: a Megatron checkpoint whose
     pickles name anything but its data is refused. Adapters (LoRA) are merged into their base.
 
+    With --best the source is a run. Its best checkpoint has to be of the step that was evaluated.
+
     Example: trinity-events convert ./Qwen2-0.5B ./qwen2-megatron
     """
+    if best:
+        source = anyio.run(find_best_folder, redis_url, str(source), checkpoint_root(root))
     form = find_source(source, target).form  # raises before the heavy imports
     _require("torch", "transformers", "safetensors")
     if form in {"huggingface", "megatron"}:

@@ -18,6 +18,7 @@ from msgspec import Struct
 from trinity_schemas import Kind, StepRef
 
 from ...checkpoints.layout import StagedFolder
+from ..best_checkpoint import best_checkpoint
 from ..evaluations import open_versions
 from ..lineage import covers
 from ..state import MonitorState
@@ -61,8 +62,8 @@ def removable_steps(
 
     A checkpoint may go once a newer one is ready, but the last ``keep`` stay. A folder with only a
     state dict may go once a newer state dict or checkpoint is ready. Folders that a pointer names
-    stay. So do those of versions under evaluation, those of steps that a save writes to, and
-    folders of epochs that the current epoch does not continue.
+    stay. So do the best checkpoint, those of versions under evaluation, those of steps that a save
+    writes to, and folders of epochs that the current epoch does not continue.
 
     Args:
         state: The run's state.
@@ -87,7 +88,14 @@ def removable_steps(
     evaluated = {version.step for version in open_versions(state) if version.epoch == state.epoch}
     # A save that is not staged may write into a folder that counts already.
     writing = {attempt.slot.step for attempt in state.attempts.values()}
-    retained = {*counted[-keep:], *(at.step for at in pointers.values()), *evaluated, *writing}
+    best = best_checkpoint(state)
+    retained = {
+        *counted[-keep:],
+        *(at.step for at in pointers.values()),
+        *evaluated,
+        *writing,
+        *(() if best is None else (best.at.step,)),
+    }
 
     def is_passed(step: int) -> bool:
         # The log may have a checkpoint although the evidence has the state dict alone (4).

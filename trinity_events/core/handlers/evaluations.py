@@ -13,6 +13,7 @@ from trinity_schemas import (
 )
 
 from ..announcements import retire_versions
+from ..best_checkpoint import add_score
 from ..fold_state import FoldState, trim_oldest
 from ..limits import KEPT_EVALUATED, KEPT_RESULTS, KEPT_SETS, LONGEST_REASON
 from ..state import EvaluatedSet, Evaluation
@@ -31,6 +32,7 @@ def evaluation_finished(fold: FoldState, event: EvaluationFinished, _: Envelope)
     metrics = dict(islice(event.metrics.items(), KEPT_RESULTS))
     ended = Evaluation(version=event.version, since=fold.now, metrics=metrics)
     _record_end(fold, event.name, ended)
+    add_score(fold.state, event)
 
 
 def evaluation_failed(fold: FoldState, event: EvaluationFailed, _: Envelope) -> None:

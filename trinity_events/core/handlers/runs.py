@@ -19,6 +19,7 @@ from trinity_schemas import (
 )
 
 from ..announcements import announce_since_2, supersede
+from ..best_checkpoint import continue_best
 from ..evaluations import continue_evaluations
 from ..fold_state import FoldState, format_producer, trim_oldest
 from ..limits import KEPT_DETACHED, KEPT_HOSTS, KEPT_PENDING_PROMOTIONS, KEPT_PROFILES
@@ -87,6 +88,7 @@ def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | Run
     state.epoch = epoch
     # After the lineage, by which results stay or go.
     continue_evaluations(state)
+    continue_best(state)
     state.strategy = opening.save_strategy
     state.transport = opening.transport
     state.attempts, state.queue, state.turns = {}, {}, {}

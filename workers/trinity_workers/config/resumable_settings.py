@@ -122,6 +122,7 @@ _APPLIED = {
         """,
     "checkpoints": "interval keep save_hf_checkpoint strategy verify on_damage root mirror",
     "record": "rollouts groups_per_step max_bytes max_steps redact",
+    "checkpoints.keep_best": "set metric mode",
     "tracking": "trackers folder project",
 }
 APPLIED = expand_paths(_APPLIED)

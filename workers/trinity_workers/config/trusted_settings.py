@@ -143,6 +143,7 @@ _DATA = {
         """,
     "checkpoints": "interval keep save_hf_checkpoint strategy verify on_damage",
     "record": "rollouts groups_per_step max_bytes max_steps",
+    "checkpoints.keep_best": "set metric mode",
     "tracking": "project",
 }
 DATA = expand_paths(_DATA)

@@ -13,6 +13,18 @@ from ..types import NotNegative
 OnDamage = Literal["stop", "previous"]
 
 
+class KeepBestConfig(Section, frozen=True, kw_only=True):
+    """Best checkpoint, by an evaluation, which no newer one removes."""
+
+    set: str | None = None
+    """Evaluation set whose results choose the best checkpoint, which stays until a better one is
+    complete. A step counts that is both evaluated and saved. Null keeps none for it."""
+    metric: str = "mean"
+    """Result of the set: `mean`, or `pass_at_K`."""
+    mode: Literal["max", "min"] = "max"
+    """Direction of what is better."""
+
+
 class CheckpointsConfig(Section, frozen=True, kw_only=True):
     """Checkpoints of the training state."""
 
@@ -25,6 +37,7 @@ class CheckpointsConfig(Section, frozen=True, kw_only=True):
     save_hf_checkpoint: Literal["never", "last", "always"] = "never"
     """Checkpoints whose model is a Hugging Face folder with weights, which other programs load and
     a resume too: none, that of the last step, or all. Trinity-RFT's default is last."""
+    keep_best: KeepBestConfig = KeepBestConfig()
     strategy: SaveStrategy = "unrestricted"
     """Strategy that limits concurrent saves."""
     root: str | None = None

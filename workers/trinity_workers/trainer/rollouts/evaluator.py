@@ -23,7 +23,7 @@ from trinity_events.rollouts import (
     evaluation_keys,
 )
 from trinity_events.rollouts.experience_checks import NO_LIMITS
-from trinity_schemas import EvaluationFailed, EvaluationFinished, EvaluationStarted, StepRef
+from trinity_schemas import BestBy, EvaluationFailed, EvaluationFinished, EvaluationStarted, StepRef
 
 from ...config.train_config import RunConfig
 from ...evaluation.failed_rewards import Score, select_rewards
@@ -161,6 +161,7 @@ class Evaluator:
         except (TrinityError, redis.RedisError, OSError) as error:
             logger.warning("the evaluation of step %d on %s failed: %s", version.step, name, error)
             return EvaluationFailed(name=name, version=version, reason=str(error))
+        keep_best = self._config.checkpoints.keep_best
         return EvaluationFinished(
             name=name,
             version=version,
@@ -168,6 +169,7 @@ class Evaluator:
             | ({REWARD_ERRORS: float(failed)} if failed else {}),
             answers=sum(map(len, rewards)),
             seconds=anyio.current_time() - began,
+            best_by=BestBy(keep_best.metric, keep_best.mode) if keep_best.set == name else None,
         )
 
     async def _scores(self, evaluation: PendingEvaluation) -> list[list[Score]]:
