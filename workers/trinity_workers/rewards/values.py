@@ -27,7 +27,7 @@ class RewardFault(Struct, frozen=True, kw_only=True):
     """File and line of the user's code that raised it."""
     traceback: str = ""
     dependency: FailedDependency | None = None
-    """What failed instead of the reward itself, such as a service that is away."""
+    """Something else that failed in place of the reward, such as a service that is away."""
 
 
 class Rewarded(Struct, frozen=True, kw_only=True):
