@@ -542,6 +542,9 @@ class RolloutDispatcher:
             block = min(wait.left(), LONGEST_BLOCK, next_look - anyio.current_time())
             # An arrival wakes the read; the looks at the claims bound it, and nothing polls.
             answers = await self._answers.next(wait, block)
+            if outage is not None:
+                # The whole deadline is left for the groups, also if this answer ends the outage.
+                wait.renew()
             self._receive(answers)
             if self._inspector.refused:
                 next_look = min(next_look, self._looked_at + _LOOK_REFUSED)
