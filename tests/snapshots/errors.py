@@ -3825,10 +3825,6 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "VLLMServerUnusable": [
         (
-            {"url": "http://127.0.0.1:8000", "fault": "probes"},
-            "the vLLM server at http://127.0.0.1:8000 is asked for no probes: its workers are looked into (explorer.proof served)",
-        ),
-        (
             {"url": "ftp://host", "fault": "url"},
             "explorer.engine_options.url is ftp://host, which is no URL of HTTP, such as http://127.0.0.1:8000",
         ),

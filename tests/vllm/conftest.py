@@ -36,6 +36,7 @@ class VLLMRun:
 
     def __init__(self, engine, trainer, log, folder, lora=None, dtype="float32"):
         self.engine, self.log, self.folder = engine, log, folder
+        self._seals_probes = engine._proof.runs_probes
         self._trainer, self._lora, self._dtype = trainer, lora, dtype
         self._step = -1
 
@@ -44,7 +45,7 @@ class VLLMRun:
         """Model of the last published version."""
         return self._model
 
-    async def publish(self, *, with_probes=False, change=None):
+    async def publish(self, *, with_probes=None, change=None):
         """Publish other weights, and return their announcement.
 
         ``change`` alters the model after its probes were computed.
@@ -53,7 +54,8 @@ class VLLMRun:
 
         self._step += 1
         self._model, tensors = weights(self.folder, self._step, self._lora, self._dtype)
-        probes = compute_probes(self._model) if with_probes else None
+        is_sealed = self._seals_probes if with_probes is None else with_probes
+        probes = compute_probes(self._model, dtype=self._dtype) if is_sealed else None
         if change is not None:
             change(self._model)
         await in_thread(lambda: publish(self._trainer, tensors, self._step, probes=probes))

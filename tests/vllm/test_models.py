@@ -14,6 +14,7 @@ from trinity_events.errors import IncompatibleWeights, NotAsPublished
 from trinity_schemas import WeightsApplied
 from trinity_workers.engines.model_folder import FolderReader
 from trinity_workers.learning.lora_settings import LoraConfig
+from trinity_workers.rollout_engines.proof import ProofOptions
 from trinity_workers.rollout_engines.vllm.reports import ExpertsNotUpdated
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.processes, pytest.mark.heavy]
@@ -25,7 +26,7 @@ CASES = {
     "two ranks": ({"kv_heads": 2}, {"args": TWO_RANKS}),
     "two ranks with one key-value head": ({}, {"args": TWO_RANKS}),
     "bfloat16": ({"dtype": torch.bfloat16}, {"dtype": "bfloat16"}),
-    "adapters": ({}, {"lora": LoraConfig(rank=4)}),
+    "adapters": ({}, {"lora": LoraConfig(rank=4), "proof": ProofOptions(checks="all")}),
 }
 NATS = {"bfloat16": 0.1}
 """Largest difference of a log-probability, where it is not that of float32."""
@@ -50,6 +51,7 @@ async def test_it_computes_with_the_version_and_says_what_it_proved(
         assert applied.digest == announced.version_digest
         proof = applied.proof
         assert (proof.status, proof.unproven) == ("proven", ())
+        assert proof.probes == (4 if name == "adapters" else 0)
         assert proof.tensors == len(FolderReader(folder).names())
         await run.plant(f"flip:{O_PROJ}:last")
         with pytest.raises(NotAsPublished) as raised:

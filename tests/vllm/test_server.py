@@ -12,6 +12,7 @@ from tests.support.pipeline import events_of, reducer_task, reports_accepted
 from tests.support.rollout_engines import in_thread, logprobs_of, requests_for
 from tests.support.vllm_server import VLLMServer
 from tests.vllm.conftest import VLLMRun
+from tests.vllm.test_probes import PROBES, checking, last_events
 from trinity_events.errors import NotAsPublished
 from trinity_events.log import RedisEventLog, open_run
 from trinity_events.server import connect
@@ -132,6 +133,25 @@ async def test_a_fault_is_seen_and_no_client_of_the_server_is_answered(served_ru
         plain_request(served_run.server.url, timeout=0.5)
     await served_run.install_next()
     assert plain_request(served_run.server.url).status_code == 200
+    await check_answers(served_run)
+
+
+async def test_probes_are_computed_over_http_and_refuse_another_version(served_run):
+    with checking(served_run.engine, PROBES):
+        await served_run.engine.install(await served_run.publish(with_probes=True))
+        [generation] = await served_run.engine.generate(requests_for([0], samples=1))
+        assert generation.proof == "partly"
+        applied = await last_events(served_run, WeightsApplied)
+        assert (applied.proof.probes, applied.proof.checks) == (4, ("names", "probes"))
+        assert 0 < applied.proof.difference < 1e-5
+        await served_run.plant("stale-head")
+        announced = await served_run.publish(with_probes=True)
+        with raises(NotAsPublished, step=announced.step, fault="probes"):
+            await served_run.engine.install(announced)
+        await served_run.plant(None)
+        with pytest.raises(httpx.ReadTimeout):
+            plain_request(served_run.server.url, timeout=0.5)
+    await served_run.install_next()
     await check_answers(served_run)
 
 

@@ -29,6 +29,8 @@ from trinity_schemas import (
     chunk_key,
     make_probes,
 )
+from trinity_workers.learning.adapters import adapter_tree
+from trinity_workers.learning.lora_settings import LoraConfig
 from trinity_workers.rollout_engines import NotServing
 from trinity_workers.rollout_engines.proof import (
     PROBE_TOLERANCES,
@@ -48,15 +50,17 @@ NAMES = [
 class Run:
     """A trainer that publishes whole models with probes, and an engine that installs them."""
 
-    def __init__(self, trainer, explorer, engine, log, folder):
+    def __init__(self, trainer, explorer, engine, log, folder, lora):
         self.engine, self.explorer, self.log = engine, explorer, log
-        self._trainer, self._folder = trainer, folder
+        self._trainer, self._folder, self._lora = trainer, folder, lora
         self.step = 0
 
     async def publish(self, *, with_probes=True, change=None, small=False):
         """Publish other weights; ``change`` alters the model after its probes were computed."""
         self.step += 1
-        model, tensors = await in_thread(weights, self._folder, 0 if small else self.step)
+        model, tensors = await in_thread(
+            weights, self._folder, 0 if small else self.step, self._lora
+        )
         if small:
             with torch.no_grad():
                 for tensor in tensors.values():
@@ -82,7 +86,7 @@ async def make_run(publisher, redis_url, weights_url, run_id, log, tmp_path, pol
     urls = {"redis_url": redis_url, "weights_url": weights_url}
     explorer = Synchronizer(run_id, 0, role="explorer", **urls)
 
-    def make(*, full_every=1, **proof):
+    def make(*, full_every=1, lora=LoraConfig(), **proof):  # noqa: B008  # frozen
         trainer = exits.enter_context(
             closing(
                 Synchronizer(
@@ -95,9 +99,13 @@ async def make_run(publisher, redis_url, weights_url, run_id, log, tmp_path, pol
             )
         )
         engine = engine_of(
-            policy_folder, synchronizer=explorer, serves=FIRST, proof=ProofOptions(**proof)
+            policy_folder,
+            synchronizer=explorer,
+            serves=FIRST,
+            lora=lora,
+            proof=ProofOptions(**proof),
         )
-        return Run(trainer, explorer, engine, log, policy_folder)
+        return Run(trainer, explorer, engine, log, policy_folder, lora)
 
     async with reducer_task(redis_url, run_id, tmp_path):
         with ExitStack() as exits:
@@ -136,6 +144,21 @@ async def test_probes_that_differ_refuse_the_version_and_the_next_one_heals_it(m
     await run.engine.install(await run.publish())
     [answer] = await run.engine.generate(requests_for([0], samples=1))
     assert answer.proof == "partly", "probes alone prove no version"
+
+
+async def test_probes_of_adapters_are_of_the_policy_with_them(make_run):
+    pytest.importorskip("peft")
+    run = make_run(checks="all", min_status="proven", lora=LoraConfig(rank=4))
+    await run.engine.install(await run.publish())
+    [applied] = await run.events(WeightsApplied)
+    assert (applied.proof.status, applied.proof.probes) == ("proven", 4)
+    with raises(NotAsPublished, fault="probes"):
+        await run.engine.install(await run.publish(change=raise_adapters))
+
+
+def raise_adapters(model):
+    for parameter in adapter_tree(model).parameters():
+        parameter.mul_(1.1)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ DESCRIPTION = ServerDescription(
     data_parallel_size=1,
     dtype="float32",
     logprobs_mode="processed_logprobs",
+    vocabulary_size=100,
     chunks_seeded_prefill=False,
 )
 

@@ -19,6 +19,7 @@ from tests.workers.trainer.test_published_dtype import (  # noqa: E402
     workers,
 )
 from trinity_events.weights.applying.verify_model import find_probes  # noqa: E402
+from trinity_workers.learning.adapters import adapter_tree, policy_loader  # noqa: E402
 from trinity_workers.learning.policy import load_policy  # noqa: E402
 from trinity_workers.rollout_engines.proof import (  # noqa: E402
     PROBE_TOLERANCES,
@@ -91,6 +92,31 @@ async def test_the_ranks_seal_the_log_probabilities_of_what_they_publish(
             probes.logprobs.to_rows(), logprobs_of(model, probes.sequences())
         )
         assert (unrounded > PROBE_TOLERANCES["float32"]) == (served == "bfloat16")
+
+
+@pytest.mark.heavy
+async def test_probes_of_adapters_are_of_the_policy_with_them(rank_processes, make_config, log):
+    pytest.importorskip("peft")
+    config = make_config(
+        trainer={"ranks": 1, "warmup_steps": 0},
+        model={"lora": {"rank": 4, "dropout": 0.5}},
+        sync={"probes": 3, "timeout": PATIENCE},
+    )
+    model, _ = policy_loader(config.model.lora, config.seed)(config.model_folder, "float32")
+    first = logprobs_of(model, fixed_sequences(model.config.vocab_size, count=3, length=48))
+    async with workers(rank_processes, config) as ask:
+        with explorer_of(config) as explorer:
+            await ask(train_step, 1)
+            await ask(upload, 1)
+            event = await ready(log, 1)
+            probes, holders = await anyio.to_thread.run_sync(
+                pull, explorer, event, adapter_tree(model)
+            )
+    assert (probes.count, holders) == (3, [0])
+    rows = probes.logprobs.to_rows()
+    largest, _ = compare_logprobs(rows, logprobs_of(model.eval(), probes.sequences()))
+    assert largest < PROBE_TOLERANCES["float32"] / 2, "without dropout"
+    assert compare_logprobs(rows, first)[0] > PROBE_TOLERANCES["float32"], "adapters have learned"
 
 
 def _name_of(model, parameter):

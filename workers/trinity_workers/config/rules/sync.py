@@ -12,7 +12,6 @@ from ...rules import (
     Values,
     is_any,
     is_at_least,
-    is_positive,
     is_set,
 )
 from ..sync_schedule import least_bound, names_exact_version
@@ -100,19 +99,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Requires(
         _PROBES,
-        ~is_any("explorer.engine", "vllm-server"),
-        "a vLLM server is asked for no probes: its workers are looked into",
-        "set {explorer.proof} served",
-    ),
-    Requires(
-        _PROBES,
         ~is_any("sync.method", "checkpoint"),
         "{explorer.proof} compares probes, which versions that are files lack",
-    ),
-    Requires(
-        _PROBES | is_set("sync.probes"),
-        ~is_positive("model.lora.rank"),
-        "probes are of whole weights, and {model.lora.rank} trains adapters",
     ),
     Requires(
         _PROBES | is_set("sync.probes"),

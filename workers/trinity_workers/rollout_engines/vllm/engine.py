@@ -113,6 +113,8 @@ class EngineLimits(NamedTuple):
     """Maximum number of requests that it computes at a time."""
     world_size: int
     """Number of its workers."""
+    vocabulary_size: int
+    """Token ids of the model."""
 
 
 class Watch(Protocol):
@@ -374,6 +376,9 @@ class VLLMEngine:
     def _sampling_params(self, sampling: Sampling, limit: int, seed: int) -> Any:
         return build_sampling_params(sampling, limit, seed, self._end_tokens)
 
+    def _probe_params(self) -> Any:
+        return build_probe_params()
+
     def _label(self, version: StepRef) -> str:
         """Return the label that vLLM gives each token of a version."""
         return f"{version.epoch}/{version.step}"
@@ -616,7 +621,7 @@ class VLLMEngine:
 
         A sequence as long as its context leaves no room for the token that it samples.
         """
-        vocabulary, room = self._engine.model_config.get_vocab_size(), self.context_length
+        vocabulary, room = self._limits.vocabulary_size, self.context_length
         if max(map(max, sequences)) >= vocabulary or (room or 0) <= len(sequences[0]):
             detail = "its probes do not fit the model"
             raise NotAsPublished(step=version.step, engine=NAME, fault="probes", detail=detail)
@@ -630,10 +635,8 @@ class VLLMEngine:
         async def compute(place: int) -> None:
             tokens = list(sequences[place])
             prompt = {"prompt_token_ids": tokens, "cache_salt": self._label(version)}
-            name = f"probe-{place}-{next(self._numbers)}"
-            outputs = [
-                output async for output in self._engine.generate(prompt, build_probe_params(), name)
-            ]
+            name, params = f"probe-{place}-{next(self._numbers)}", self._probe_params()
+            outputs = [output async for output in self._engine.generate(prompt, params, name)]
             rows = outputs[-1].prompt_logprobs
             logprobs[place] = [
                 float(row[token].logprob) for row, token in zip(rows[1:], tokens[1:], strict=True)
@@ -684,6 +687,7 @@ def _read_limits(engine: Any) -> EngineLimits:
         int(engine.model_config.max_model_len),
         config.scheduler_config.max_num_seqs,
         config.parallel_config.world_size,
+        engine.model_config.get_vocab_size(),
     )
 
 

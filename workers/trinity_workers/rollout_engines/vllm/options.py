@@ -237,18 +237,22 @@ def get_sampling_arguments(
     }
 
 
+PROBE_ARGUMENTS = {
+    "max_tokens": 1,
+    "temperature": 0.0,
+    "logprobs": 0,
+    "prompt_logprobs": 0,
+    "detokenize": False,
+}
+"""Arguments of vLLM's parameters of a probe, as JSON has them."""
+
+
 def build_probe_params() -> Any:
     """Return vLLM's parameters of a probe: log-probabilities of the prompt, and one token."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
-        max_tokens=1,
-        temperature=0.0,
-        prompt_logprobs=0,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    return SamplingParams(**PROBE_ARGUMENTS, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 def read_end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -114,6 +114,7 @@ class ServerDescription(Struct, frozen=True, kw_only=True):
     data_parallel_size: int
     dtype: str
     logprobs_mode: str
+    vocabulary_size: int
     chunks_seeded_prefill: bool
     """True if a seeded request with a long prompt ends the engine: a CPU, with chunked prefill."""
     driver: str | None = None

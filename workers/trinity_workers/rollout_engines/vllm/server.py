@@ -7,7 +7,8 @@ invariants hold. In addition:
    that another explorer changed, answers with another label: such tokens raise VLLMServerAway.
 2. A server that is lost serves nothing until its newest connection has installed a version whole.
 3. Between a connection and the first verdict, and from a bad verdict on, generation is paused for
-   all clients of the server.
+   all clients of the server. Probes need its scheduler: while they are computed, other clients are
+   answered by a version that has passed the checks before them alone.
 4. A server has one explorer at a time, as far as they are on its host.
 """
 
@@ -16,7 +17,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -32,7 +32,7 @@ from ...learning.policy import load_tokenizer
 from ..base import EngineEnded, EngineOptions
 from ..loading import samples_with, updates_amid_turns
 from .engine import EngineLimits, VLLMEngine
-from .options import VLLMUnusable, get_sampling_arguments, read_end_tokens
+from .options import PROBE_ARGUMENTS, VLLMUnusable, get_sampling_arguments, read_end_tokens
 from .reports import FetchOutcome, ServerDescription
 from .server_client import ServerClient, VLLMServerAway
 from .server_options import ServerOptions, VLLMServerUnusable, get_url, read_server_options
@@ -117,7 +117,10 @@ class VLLMServerEngine(VLLMEngine):
             description = thread.submit(anyio.run, _find_server, url, own, api_key).result()
         check_server(url, description, options.dtype)
         limits = EngineLimits(
-            description.context_length, description.max_num_seqs, description.world_size
+            description.context_length,
+            description.max_num_seqs,
+            description.world_size,
+            description.vocabulary_size,
         )
         client = ServerClient(url, own.request_timeout, api_key)
         return cls(client, options, own, load_tokenizer(options.model_folder), limits)
@@ -130,16 +133,15 @@ class VLLMServerEngine(VLLMEngine):
         self._outcomes.close()
         self._folder.cleanup()
 
-    async def probe(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Refuse: the server's workers are looked into. Raises VLLMServerUnusable."""
-        raise VLLMServerUnusable(self._client.url, "probes")
-
     def _lose(self) -> None:
         self.serves = None
         self._prepared = False
 
     def _sampling_params(self, sampling: Sampling, limit: int, seed: int) -> Any:
         return get_sampling_arguments(sampling, limit, seed, self._end_tokens)
+
+    def _probe_params(self) -> Any:
+        return PROBE_ARGUMENTS
 
     def _label(self, version: StepRef) -> str:
         # It is a cache salt too, in which the server takes no slash.

@@ -97,8 +97,15 @@ class _AnswerChoice(Struct, frozen=True):
     weight_versions: list[VersionSpan] | None = None
 
 
+class PromptLogprob(Struct, frozen=True):
+    """Log-probability of a token of the prompt, in nats."""
+
+    logprob: float
+
+
 class _Answer(Struct, frozen=True):
     choices: tuple[_AnswerChoice]
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
 
 
 class _Results(Struct, frozen=True):
@@ -118,6 +125,7 @@ class Output(NamedTuple):
     """Answer to one request, as vLLM's RequestOutput."""
 
     outputs: tuple[ServerCompletion]
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
     finished: bool = True
 
 
@@ -246,7 +254,8 @@ class ServerClient:
                     choice.finish_reason,
                     choice.weight_versions or [],
                 ),
-            )
+            ),
+            answer.prompt_logprobs,
         )
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:

@@ -39,15 +39,14 @@ class VLLMServerUnusable(RolloutEngineError):
         url: URL of the server.
         fault: ``url`` if it is none of HTTP, ``remote`` beyond loopback, ``rank`` if the explorer
             has none, ``key`` without the variable, ``plugin`` if its workers do not have ours,
-            ``setting`` if it was started with another value, ``driven`` by another explorer,
-            ``probes`` if it is asked for any.
+            ``setting`` if it was started with another value, ``driven`` by another explorer.
         setting: Setting of the server, or variable.
         value: Value of the setting.
         needed: Value that the run needs.
     """
 
     url: str
-    fault: Literal["url", "remote", "rank", "key", "plugin", "setting", "driven", "probes"]
+    fault: Literal["url", "remote", "rank", "key", "plugin", "setting", "driven"]
     setting: str = ""
     value: str = ""
     needed: str = ""
@@ -65,8 +64,6 @@ class VLLMServerUnusable(RolloutEngineError):
         "start it as docs/vllm.md describes",
         "driven": "the vLLM server at {url} is driven by another explorer: give each its own "
         "(explorer.engine_options.url)",
-        "probes": "the vLLM server at {url} is asked for no probes: its workers are looked into "
-        "(explorer.proof served)",
     }
 
 

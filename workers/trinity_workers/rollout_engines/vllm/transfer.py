@@ -336,6 +336,7 @@ class WorkerExtension:
             data_parallel_size=parallel.data_parallel_size,
             dtype=str(model.dtype).removeprefix("torch."),
             logprobs_mode=str(model.logprobs_mode),
+            vocabulary_size=model.get_vocab_size(),
             chunks_seeded_prefill=engine.device.type == "cpu" and scheduler.enable_chunked_prefill,
             driver=engine.driver,
             reaches=is_reached(outcomes),
