@@ -31,20 +31,18 @@ def free_port():
 class VLLMServer:
     """A server at a port of its own, which may be killed and started again."""
 
-    def __init__(self, folder, log):
-        self._folder, self._log = folder, log
+    def __init__(self, folder, log, extension="tests.support.vllm_faults.FaultyWorker"):
+        self._folder, self._log, self._extension = folder, log, extension
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self.start()
 
     def start(self):
         # Not `vllm serve`: the build for CPUs lacks the metadata that it reads.
-        from tests.support.vllm_faults import EXTENSION  # it imports vLLM
-
         command = [
             *(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"),
             *("--model", str(self._folder), "--port", str(self._port), *OPTIONS),
-            *("--worker-extension-cls", EXTENSION),
+            *("--worker-extension-cls", self._extension),
         ]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
