@@ -47,6 +47,8 @@ _RUN = "bench-proof"
 _EPOCH = 1
 _PROBES = 4
 _VOCABULARY = 32_000
+_DEADLINE = 600.0
+"""Seconds of an installation: one of 250 million parameters took above 30 s on two busy cores."""
 _RATES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """Most by which an element of a stale tensor differs, as after one optimizer step of that rate."""
 
@@ -73,7 +75,7 @@ _SMALL = Shape("60 M", 512, 12)
 SIZES = {
     "tiny": Size((Shape("0.2 M", 64, 2, 512),), 1, ("float32",), "10 s"),
     "small": Size((_SMALL,), 3, ("float32", "bfloat16"), "3 min"),
-    "full": Size((_SMALL, Shape("250 M", 1024, 16)), 3, ("float32", "bfloat16"), "10 min"),
+    "full": Size((_SMALL, Shape("250 M", 1024, 16)), 2, ("float32", "bfloat16"), "15 min"),
 }
 CHECKS = {
     "names": ProofOptions(checks="names"),
@@ -306,7 +308,7 @@ async def _case(on: Stage, engine: str, folder: Path, dtype: str) -> AsyncIterat
     """Open an engine and the publishers of its versions."""
     async with AsyncExitStack() as exits:
         trainer = Synchronizer(_RUN, _EPOCH, redis_url=on.url, transport="shm")
-        explorer = Synchronizer(_RUN, 0, redis_url=on.url, role="explorer")
+        explorer = Synchronizer(_RUN, 0, redis_url=on.url, role="explorer", deadline=_DEADLINE)
         exits.callback(trainer.close)
         exits.callback(explorer.close)
         args = {"max_num_seqs": 16, "kv_cache_memory_bytes": 1 << 28}

@@ -45,6 +45,8 @@ PROOF = DocumentPlace(ROOT / "docs" / "proof.md", ROOT / "docs" / "benchmarks" /
 """Place of the figures of the proof of versions."""
 GPU = DocumentPlace(ROOT / "docs" / "gpu.md", ROOT / "docs" / "benchmarks" / "gpu")
 """Place of the figures of weights on a GPU."""
+ENGINES = DocumentPlace(ROOT / "docs" / "vllm.md", ROOT / "docs" / "benchmarks" / "engines")
+"""Place of the figures of rollout engines."""
 
 
 class Machine(Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ MEASURED_EVERY = 25
 FAMILIES = ("spell-backward", "sort-digits", "complex-sums")
 STUDIED = FAMILIES[0]
 """Family that the other styles and bounds are tried on."""
-_NEW_TOKENS = {"spell-backward": 7, "sort-digits": 11, "complex-sums": 9}
+NEW_TOKENS = {"spell-backward": 7, "sort-digits": 11, "complex-sums": 9}
 STYLES: dict[str, Settings] = {
     "fixed": {"style": "fixed"},
     "fully_async": {"style": "fully_async", "max_staleness": 1},
@@ -29,7 +29,7 @@ STYLES: dict[str, Settings] = {
 }
 BOUNDS = (0, 1, 4)
 _UNCORRECTED: Settings = {"algorithm": {"importance_sampling": {"weights": "none"}}}
-_COMMON: Settings = {
+COMMON: Settings = {
     "steps": STEPS,
     "trainer": {"ranks": 2, "learning_rate": 5e-4, "warmup_steps": 20, "schedule": "linear"},
     # The clipped ratio is that of the trainer's own policies, and the distance from the policy that
@@ -100,7 +100,7 @@ def _run(family: str, way: str, seed: int, beside: Mapping[str, Any]) -> Learnin
     own = {
         "seed": seed,
         "task": {"name": family},
-        "rollouts": {"max_new_tokens": _NEW_TOKENS[family]},
+        "rollouts": {"max_new_tokens": NEW_TOKENS[family]},
     }
-    settings = merged(merged(_COMMON, own), beside)
+    settings = merged(merged(COMMON, own), beside)
     return LearningRun(family=family, way=way, seed=seed, settings=settings)

@@ -33,6 +33,8 @@ class LearningResult(Struct, frozen=True, kw_only=True):
     staleness: float | None
     """Mean over the steps, in optimizer steps; None without the pipeline."""
     warm_up_steps: int
+    step_seconds: float | None = None
+    """Mean seconds of a training step; None without the pipeline, and in older results."""
 
 
 class Results:

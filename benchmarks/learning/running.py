@@ -102,6 +102,7 @@ def _through_pipeline(file: Path, config: TrainConfig, home: Path, log: Path) ->
         "curve": _measured_checkpoints(config, home / "checkpoints" / run_id),
         "staleness": round(summary["staleness_mean"], 4),
         "warm_up_steps": summary["warm_up_steps"],
+        "step_seconds": summary["training_seconds"] / config.steps,
     }
 
 
@@ -114,7 +115,7 @@ def _measured_checkpoints(config: TrainConfig, folder: Path) -> list[Measured]:
     from .held_out import Ruler, load_shards
 
     torch.set_num_threads(1)
-    model, tokenizer = load_policy(folder / "model")
+    model, tokenizer = load_policy(Path(config.model.path or folder / "model"))
     ruler = Ruler(config, tokenizer)
     curve = [ruler.measure(model, 0)]
     for step in range(1, config.steps + 1):

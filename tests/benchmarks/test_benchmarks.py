@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from benchmarks import weights_gpu
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.__main__ import SIZES as SIZE_NAMES
 from benchmarks.environment import HERE, Filled
@@ -63,7 +62,8 @@ def run_tiny(name):
 def test_a_benchmark_runs_and_prints_its_ratios(name, running):
     if name.startswith("megatron_"):
         pytest.importorskip("megatron.core")
-    if name == "weights_gpu" and (why := weights_gpu.missing()):
+    missing = getattr(BENCHMARKS[name], "missing", lambda: None)
+    if why := missing():
         pytest.skip(why)
     done = running[name].result()
     assert done.returncode == 0, done.stderr

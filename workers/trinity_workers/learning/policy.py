@@ -75,26 +75,35 @@ def isolated_rng(seed: int, device: torch.device | None = None) -> Iterator[None
         yield
 
 
-def create_policy(folder: Path, seed: int) -> None:
-    """Write a random policy and its tokenizer into `folder`: the same weights for the same seed."""
+def create_policy(folder: Path, seed: int, **shape: int) -> None:
+    """Write a random policy and its tokenizer into `folder`: the same weights for the same seed.
+
+    Args:
+        folder: Folder that is made.
+        seed: Seed of the weights.
+        shape: Settings of Qwen2's configuration in the place of the built-in ones.
+    """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_built_in_tokenizer()
+    small: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 256,
+        "max_position_embeddings": _MAX_POSITIONS,
+    }
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=256,
-        max_position_embeddings=_MAX_POSITIONS,
         tie_word_embeddings=True,
         # At this width the usual 0.02 leaves the logits nearly flat and the warm-up slow to begin.
         initializer_range=0.05,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
+        **{**small, **shape},
     )
     with isolated_rng(seed):
         model = Qwen2ForCausalLM(config)
