@@ -141,7 +141,7 @@ def test_more_tabs_than_a_browser_opens_streams_show_a_recorded_run(address, tmp
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_page_is_wider_than_a_narrow_screen(page, address, scheme):
     page.open(f"{address}#/{DEMO.run_id}/overview", wide=400, scheme=scheme)
-    for name in ("overview", "versions", "figures", "ledger", "health", "search"):
+    for name in ("overview", "versions", "figures", "ledger", "health", "samples", "search"):
         page.evaluate(f"location.hash = '#/{DEMO.run_id}/{name}'")
         page.wait_for(f"document.querySelector('main')?.dataset.page === '{name}'")
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
@@ -203,7 +203,7 @@ async def test_an_exported_page_shows_the_run_from_its_file_alone(tmp_path, page
         "document.querySelector('.headline h1')?.innerText.includes('trainer-0 waits')",
     )
     await _in_thread(page.wait_for, PAINTED)
-    for name in ("versions", "figures", "ledger", "health", "search"):
+    for name in ("versions", "figures", "ledger", "health", "samples", "search"):
         await _in_thread(page.evaluate, f"location.hash = '#/{DEMO.run_id}/{name}'")
         await _in_thread(page.wait_for, f"document.querySelector('main').dataset.page === '{name}'")
     await _in_thread(page.press, ",")

@@ -1642,7 +1642,10 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "InvalidQuery": [
         ({"fault": "number", "name": "limit", "value": "x"}, "limit is a number, and not 'x'"),
-        ({"fault": "step"}, "explain needs a step"),
+        (
+            {"fault": "step"},
+            "this query needs a step, and one of a sample its ordinal and its number too",
+        ),
         ({"fault": "type", "value": "x"}, "'x' is no type of events: see /api/runs/RUN/lanes"),
         (
             {"fault": "lane", "value": "x"},

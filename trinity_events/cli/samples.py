@@ -65,7 +65,7 @@ def samples(
     run_id = parse_run_id(run)
     record = RolloutRecord(checkpoint_root(root) / run_id, run_id)
     recorded = record.find_step(step)
-    columns = None if ordinal is not None else (*SUMMARY_COLUMNS, "completion")
+    columns = None if ordinal is not None else (*SUMMARY_COLUMNS, "preview")
     rows = record.read(recorded, columns, ordinal=ordinal)
     if ordinal is not None and not rows:
         raise RecordMissing(run_id, "ordinal", record.folder, step=recorded.step, ordinal=ordinal)

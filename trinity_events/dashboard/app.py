@@ -23,10 +23,12 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import RunNotFound, TrinityError
 from ..http_server.connections import get_connection
+from ..record.reader import RecordMissing
 from . import queries
 from .board import Board, DashboardLimits, TooManyRuns
 from .guard import Guard
 from .run_reader import InvalidQuery, NotIndexed, RunReader, UnknownEntry
+from .samples import get_sample, get_samples
 from .search import Search, search_events
 from .timeline import get_timeline, parse_rows
 
@@ -49,6 +51,7 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (InvalidQuery, 400),
     (UnknownEntry, 404),
     (RunNotFound, 404),
+    (RecordMissing, 404),
     (NotIndexed, 503),
     (TooManyRuns, 503),
     (TrinityError, 502),
@@ -218,6 +221,17 @@ async def _explain(request: Request, reader: RunReader) -> Any:
     return await queries.explain_step(reader, step)
 
 
+async def _samples(request: Request, reader: RunReader) -> Any:
+    return await get_samples(reader, _number(request, "step"))
+
+
+async def _sample(request: Request, reader: RunReader) -> Any:
+    step, ordinal, sample = (_number(request, name) for name in ("step", "ordinal", "sample"))
+    if step is None or ordinal is None or sample is None:
+        raise InvalidQuery("step")
+    return await get_sample(reader, step, ordinal, sample)
+
+
 async def _versions(request: Request, reader: RunReader) -> Any:
     return await queries.get_versions(reader, _number(request, "number"))
 
@@ -241,6 +255,8 @@ _ANSWERS: dict[str, Answer] = {
     "timeline": _timeline,
     "events": _search,
     "explain": _explain,
+    "samples": _samples,
+    "sample": _sample,
 }
 
 

@@ -5,24 +5,39 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import msgspec
 
+from ..errors import TrinityError
 from . import queries
 from .board import DashboardLimits
 from .run_reader import RunReader
+from .samples import read_for_file
 from .search import FOUND, Search, search_events
 from .sources import DashboardSource
 from .timeline import Row, build_rows, count_cells, read_bars
 
+logger = logging.getLogger(__name__)
+
 STATIC = Path(__file__).parent / "static"
 MODULES = (
     *("format.js", "source.js", "runs.js", "overview.js", "versions.js", "figures.js"),
-    *("ledger.js", "health.js", "search.js", "event.js", "timeline.js", "scrubber.js", "app.js"),
+    *(
+        "ledger.js",
+        "health.js",
+        "samples.js",
+        "search.js",
+        "event.js",
+        "timeline.js",
+        "scrubber.js",
+        "app.js",
+    ),
 )
 """Modules of the pages: each imports those before it alone."""
 _STATES = 160
@@ -70,6 +85,7 @@ async def _data(reader: RunReader) -> dict[str, Any]:
         "timeline": await _timeline(reader),
         "states": await _states(reader),
         "found": await _search_results(reader),
+        "record": await _record(reader),
     }
 
 
@@ -78,6 +94,19 @@ def _format_note(now: dict[str, Any]) -> str:
         "A file with summaries of this run: it has its newest events, all failures, and states of "
         f"the past at some of its {now['number']:,} events."
     )
+
+
+async def _record(reader: RunReader) -> dict[str, Any] | None:
+    """Return the newest recorded steps; None without a record that can be read."""
+    record = reader.source.record
+    if record is None:
+        return None
+    try:
+        return await anyio.to_thread.run_sync(read_for_file, record)
+    # The pages of the log are worth having without it.
+    except TrinityError as error:
+        logger.warning("the file has no samples: %s", error)
+        return None
 
 
 async def _timeline(reader: RunReader) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class InvalidQuery(TrinityError):
     name: str = ""
     texts: ClassVar = {
         "number": "{name} is a number, and not {value!r}",
-        "step": "explain needs a step",
+        "step": "this query needs a step, and one of a sample its ordinal and its number too",
         "type": "{value!r} is no type of events: see /api/runs/RUN/lanes",
         "lane": "{value!r} is no lane: name one such as trainer-0 or explorer:0-63",
     }

@@ -16,6 +16,7 @@ from ..archive.export import whole_stream
 from ..core import MonitorState
 from ..live_facts import read_live_facts
 from ..log import ORIGIN, DeadLetter, Entry, RedisEventLog, Stream, position
+from ..record.reader import RolloutRecord
 from ..replay import PAGE, load_monitor
 from .recorded_events import FileEvents, RecordedEvents, StoredEvents
 
@@ -45,6 +46,8 @@ class DashboardSource(Protocol):
     run_id: str
     is_live: bool
     """True if entries may follow."""
+    record: RolloutRecord | None
+    """Record of the run's rollouts, if the run's folder is at hand."""
 
     async def begin(self) -> Beginning:
         """Return the state before the first readable entry."""
@@ -94,6 +97,7 @@ class ServerSource:
         self.run_id = run_id
         self._client = client
         self._log = RedisEventLog(client, run_id)
+        self.record = None if archive is None else RolloutRecord(archive.folder.parent, run_id)
         self._archive = archive if archive is not None and archive.folder.is_dir() else None
         self._first_retained: str | None = None
 
@@ -205,6 +209,7 @@ class RecordedSource:
         dead: Iterable[DeadLetter] = (),
     ) -> None:
         self.run_id = run_id
+        self.record: RolloutRecord | None = None
         self._events = events
         self._dead = tuple(dead)[-LETTERS:]
         self._cursors: dict[str, Generator[Entry, None, None]] = {}
@@ -231,7 +236,9 @@ class RecordedSource:
         archive = Archive(run_folder, run_folder.name)
         if not archive.folder.is_dir() or archive.through(Stream.EVENTS) == ORIGIN:
             raise ArchiveMissing("folder", folder=run_folder)
-        return cls.from_entries(run_folder.name, archive.read(Stream.EVENTS))
+        source = cls.from_entries(run_folder.name, archive.read(Stream.EVENTS))
+        source.record = RolloutRecord(run_folder, run_folder.name)
+        return source
 
     async def begin(self) -> Beginning:
         """Return the empty state, with the times of the first and the last entry."""

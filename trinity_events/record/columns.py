@@ -56,10 +56,12 @@ def build_schema(metadata: dict[str, str] | None = None) -> pyarrow.Schema:
             ("question_set", pa.string()),
             ("prompt", pa.string()),
             ("completion", pa.string()),
+            ("preview", pa.string()),  # beginning and end of the completion
             ("turns", pa.list_(turn)),
             ("prompt_ids", pa.list_(pa.int32())),
             ("completion_ids", pa.list_(pa.int32())),
             ("completion_mask", pa.list_(pa.bool_())),
+            ("token_texts", pa.list_(pa.dictionary(pa.int32(), pa.string()))),
             ("logprobs", pa.list_(pa.float32())),  # of the explorer; 0 where not of the policy
             ("trainer_logprobs", pa.list_(pa.float32())),  # before the update; null if unknown
             ("advantages", pa.list_(pa.float32())),

@@ -33,7 +33,7 @@ def build_table(rows: Sequence[dict[str, Any]]) -> Table:
             str(row["staleness"]),
             str(row["version_count"]),
             row["explorer"],
-            _shorten(row["completion"]),
+            _shorten(row["preview"]),
         )
     return table
 

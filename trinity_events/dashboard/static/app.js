@@ -18,6 +18,7 @@ import { renderLedger } from "./ledger.js";
 import { culpritsOf, renderOverview } from "./overview.js";
 import { runsPanel } from "./runs.js";
 import { Scrubber } from "./scrubber.js";
+import { samplesPage } from "./samples.js";
 import { searchFor, searchPage } from "./search.js";
 import { openSource, takeToken } from "./source.js";
 import { Timeline, rowsOf } from "./timeline.js";
@@ -29,6 +30,7 @@ const PAGES = [
   ["figures", "Figures"],
   ["ledger", "Ledger"],
   ["health", "Health"],
+  ["samples", "Samples"],
   ["search", "Search"],
 ];
 const LONGEST = 240000; // milliseconds of the timeline's first window, at most
@@ -470,6 +472,14 @@ async function renderPage() {
       ?.replaceChildren(...[state.past && eventPanel(state.past, more)].filter(Boolean));
     return;
   }
+  if (page === "samples") {
+    // It asks for itself: what was trained on does not change with the newest state.
+    if (main.dataset.page !== "samples") {
+      main.dataset.page = "samples";
+      main.replaceChildren(samplesPage(source, state.run));
+    }
+    return;
+  }
   const shownView = view();
   const parts = await partsOf(page, shownView);
   if (state.page !== page) return;
@@ -538,7 +548,7 @@ function banner() {
 // --- keyboard -----------------------------------------------------------------------------
 
 const KEYS = [
-  ["1 – 6", "open a page"],
+  ["1 – 7", "open a page"],
   [", and .", "the event before, the event after"],
   ["L", "back to the newest state"],
   ["← →", "move the timeline"],
@@ -575,7 +585,7 @@ function pressed(event) {
   )
     return;
   const { key } = event;
-  if (/^[1-6]$/.test(key) && state.run) go(PAGES[key - 1][0]);
+  if (/^[1-7]$/.test(key) && state.run) go(PAGES[key - 1][0]);
   else if (key === ",") scrubber.step(-1);
   else if (key === ".") scrubber.step(1);
   else if (key === "l" && state.run) backToNewest();

@@ -148,6 +148,17 @@ class FileSource {
     return past ? versionsUntil(this.data.versions, past.at) : this.data.versions;
   }
 
+  // Samples are of the newest recorded steps, and tokens of the best, middle and worst groups.
+  _samples({ step }) {
+    const steps = this.data.record?.steps ?? {};
+    const newest = Math.max(...Object.keys(steps).map(Number));
+    return steps[step ?? newest] ?? { steps: [], step: null };
+  }
+
+  _sample({ step, ordinal, sample }) {
+    return this.data.record?.samples[`${step}/${ordinal}/${sample}`];
+  }
+
   numberOf(entry) {
     return Number(this.data.found.find((row) => row[1] === entry)?.[0] ?? Infinity);
   }

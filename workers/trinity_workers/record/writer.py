@@ -25,6 +25,11 @@ from .messages import StepRows, WriterSettings, Written, read_message, write_mes
 _REDACTED = -1
 """Token id in the place of those of a text that was redacted."""
 
+_ROW_GROUP = 64
+"""Rows that a reader of one group's tokens decodes: some MiB of answers of 4,096 tokens."""
+_PREVIEW = 80
+"""Characters of the beginning, and of the end, of an answer that lists show."""
+
 Redact = Callable[[str], str]
 Decode = Callable[[list[list[int]]], list[str]]
 
@@ -65,7 +70,9 @@ class RecordWriter:
         # Answers are private: created for the run's user alone, whatever the umask is.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as output:
-            self._pyarrow.parquet.write_table(table, output, compression="zstd")
+            self._pyarrow.parquet.write_table(
+                table, output, compression="zstd", row_group_size=_ROW_GROUP
+            )
             output.flush()
             os.fsync(output.fileno())
         temporary.replace(path)
@@ -92,7 +99,12 @@ class RecordWriter:
                 columns.setdefault(name, []).append(value)
         schema = build_schema({"format": "1"})
         return self._pyarrow.table(
-            [self._pyarrow.array(columns.get(field.name, []), field.type) for field in schema],
+            [
+                self._build_token_texts(columns["completion_ids"])
+                if field.name == "token_texts"
+                else self._pyarrow.array(columns[field.name], field.type)
+                for field in schema
+            ],
             schema,
         )
 
@@ -128,6 +140,7 @@ class RecordWriter:
             for turn, _ in turns
             for version, tokens in turn.versions
         ]
+        completion = "".join(redacted[1:])
         judge_reply = self._redact_text(getattr(sample, "judge_reply", ""))
         return {
             "run_id": sample.run_id,
@@ -141,7 +154,8 @@ class RecordWriter:
             "explorer": sample.explorer,
             "question_set": sample.question_set,
             "prompt": redacted[0],
-            "completion": "".join(redacted[1:]),
+            "completion": completion,
+            "preview": preview_text(completion),
             "turns": [
                 {"role": turn.role, "content": content, "tokens": len(turn.tokens)}
                 for turn, content in turns
@@ -166,6 +180,17 @@ class RecordWriter:
             "completion_tokens": count,
             "version_count": len({(version["epoch"], version["step"]) for version in versions}),
         }
+
+    def _build_token_texts(self, lists: list[np.ndarray[Any, Any]]) -> Any:
+        """Return the text of each token; a text of its own may lack what joins it to the next."""
+        pa = self._pyarrow
+        offsets = np.cumsum([0, *map(len, lists)]).astype(np.int32)
+        distinct, places = np.unique(np.concatenate(lists), return_inverse=True)
+        texts = self._decode([[token] if token >= 0 else [] for token in distinct.tolist()])
+        values = pa.DictionaryArray.from_arrays(
+            pa.array(places.astype(np.int32)), pa.array(texts, pa.string())
+        )
+        return pa.ListArray.from_arrays(pa.array(offsets), values)
 
     def _redact_text(self, text: str) -> str:
         if self._redact is None or not text:
@@ -204,6 +229,11 @@ class RecordWriter:
         # An earlier epoch may have had more ranks, whose files rank 0 looks after.
         rank = file.rank if file.rank < self._settings.ranks else 0
         return rank == self._settings.rank
+
+
+def preview_text(text: str) -> str:
+    """Return the beginning and the end of a text."""
+    return text if len(text) <= 2 * _PREVIEW else f"{text[:_PREVIEW]} … {text[-_PREVIEW:]}"
 
 
 def _as_array(values: bytes | None, shape: tuple[int, int]) -> np.ndarray[Any, Any] | None:

@@ -1,0 +1,138 @@
+"""Page of recorded samples: its queries, on a record that a writer wrote."""
+
+import pytest
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("torch")
+
+import anyio.to_thread
+import numpy as np
+
+from tests.support.browser import browser
+from tests.support.errors import raises
+from tests.support.experiences import make_groups
+from trinity_events.dashboard.html_export import build_html
+from trinity_events.dashboard.samples import FILE_GROUPS, read_for_file, read_sample, read_step
+from trinity_events.dashboard.simulated_run import Plan, simulated_run
+from trinity_events.dashboard.sources import RecordedSource
+from trinity_events.record.files import RECORD
+from trinity_events.record.reader import RecordMissing, RolloutRecord
+from trinity_schemas import encode
+from trinity_workers.record.messages import StepRows, WriterSettings
+from trinity_workers.record.writer import RecordWriter
+
+GROUPS = 5
+
+
+@pytest.fixture(scope="module")
+def groups():
+    return make_groups("r", 4, count=GROUPS)
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory, policy_folder, groups):
+    folder = tmp_path_factory.mktemp("runs") / "r"
+    writer = RecordWriter(
+        WriterSettings(
+            run_id="r",
+            epoch=1,
+            resumed_step=0,
+            folder=str(folder / RECORD),
+            model_folder=str(policy_folder),
+            rank=0,
+            ranks=1,
+            max_bytes=2**30,
+            max_steps=100,
+        )
+    )
+    samples = [sample for group in groups for sample in group]
+    width = max(len(sample.turns[1].tokens) for sample in samples)
+    numbers = np.arange(len(samples) * width, dtype=np.float32)
+    for step in (1, 2):
+        writer.write(
+            StepRows(
+                step=step,
+                experiences=[encode(sample) for sample in samples],
+                width=width,
+                advantages=numbers.tobytes(),
+            )
+        )
+    return RolloutRecord(folder, "r")
+
+
+def test_a_step_has_its_groups_with_the_best_and_the_worst_answer(record, groups):
+    step_page = read_step(record)
+    assert (step_page["step"], step_page["steps"], step_page["explorers"]) == (
+        2,
+        [1, 2],
+        ["explorer-0"],
+    )
+    assert [group["ordinal"] for group in step_page["groups"]] == [*range(GROUPS)]
+    for shown, group in zip(step_page["groups"], groups, strict=True):
+        rewards = [sample.reward for sample in group]
+        assert [row[1] for row in shown["samples"]] == rewards
+        assert rewards[shown["best"]] == 1.0 and rewards[shown["worst"]] == 0.0
+        lengths = [len(sample.turns[1].tokens) for sample in group]
+        assert [row[2] for row in shown["samples"]] == lengths
+        assert len(shown["previews"]) == 3
+
+
+def test_a_sample_has_a_text_for_each_token_that_make_up_its_turns(record, groups):
+    sample = read_sample(record, 1, 3, 2)
+    answer = groups[3][2].turns[1]
+    assert len(sample["tokens"]) == len(answer.tokens) == sample["length"]
+    [prompt, turn] = sample["turns"]
+    assert (prompt[0], turn[0]) == ("prompt", "policy")
+    assert "".join(sample["tokens"]) == turn[1]
+    assert sample["versions"] == [[1, 0, len(answer.tokens)]]
+    assert sample["logprobs"] == pytest.approx([*answer.logprobs], abs=1e-4)
+    assert sample["trainer_logprobs"] == []
+
+
+def test_a_step_that_is_not_recorded_is_named(record):
+    with raises(RecordMissing, fault="step", step=7, recorded=(1, 2)):
+        read_step(record, 7)
+    with raises(RecordMissing, fault="ordinal", ordinal=99):
+        read_sample(record, 1, 99, 0)
+
+
+def test_a_run_without_a_record_has_no_step(tmp_path):
+    assert read_step(RolloutRecord(tmp_path, "r")) == {"steps": [], "step": None}
+
+
+def test_a_file_has_the_groups_of_all_steps_and_the_tokens_of_some(record):
+    data = read_for_file(record)
+    assert [*data["steps"]] == ["1", "2"]
+    ordinals = {name.split("/")[1] for name in data["samples"]}
+    assert len(ordinals) == min(GROUPS, FILE_GROUPS)
+    assert len(data["samples"]) == 2 * len(ordinals) * 4
+
+
+@pytest.mark.processes
+async def test_the_page_filters_groups_and_shades_the_tokens_of_a_sample(record, tmp_path):
+    plan = Plan(explorers=2, steps=4)
+    source = RecordedSource.from_entries(plan.run_id, simulated_run(plan))
+    source.record = record
+    path = tmp_path / "run.html"
+    path.write_text(await build_html(source))
+    source.close()
+    await anyio.to_thread.run_sync(look_at_samples, tmp_path, f"{path.as_uri()}#/{plan.run_id}")
+
+
+def look_at_samples(folder, address):
+    """Open the page in a browser, and use it."""
+    groups = "document.querySelectorAll('.group').length"
+    with browser(folder / "profile") as page:
+        page.open(f"{address}/samples")
+        page.wait_for(f"{groups} === {GROUPS}")
+        page.evaluate("document.querySelector('.group summary').click()")
+        page.wait_for("document.querySelector('.token')")
+        assert "step 0" in page.text(".version-mark")
+        shade = "getComputedStyle(document.querySelector('.token')).backgroundColor"
+        assert page.evaluate(shade) != "rgba(0, 0, 0, 0)"
+        # Questions with odd numbers have answers of four tokens at most.
+        field = "[...document.querySelectorAll('.sample-tools label')].find((one) => one.innerText"
+        typed = f"(() => {{ const box = {field}.startsWith('Tokens')).querySelector('input');"
+        page.evaluate(f"{typed} box.value = '5'; box.dispatchEvent(new Event('input')) }})()")
+        page.wait_for(f"{groups} === 3")
+        assert page.problems == []

@@ -1,0 +1,159 @@
+"""Queries of recorded samples: the groups of a step, and one sample with its tokens."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+
+from ..record.files import RecordedStep
+from ..record.reader import RecordMissing, RolloutRecord
+from .run_reader import RunReader
+
+_COLUMNS = (
+    *("ordinal", "sample", "reward", "completion_tokens", "is_truncated", "explorer"),
+    *("staleness", "version_count", "advantage", "question_set", "preview", "reward_parts"),
+)
+_LONGEST = 16_384
+"""Tokens of a sample that are sent; a page of more is of no use, and of many megabytes."""
+FILE_STEPS = 6
+"""Recorded steps that a file has, the newest ones."""
+FILE_GROUPS = 8
+"""Groups of each step in a file that have their tokens, spread over the order of their rewards."""
+
+
+async def get_samples(reader: RunReader, step: int | None) -> dict[str, Any]:
+    """Return the groups of a recorded step, by default of the newest one.
+
+    Raises:
+        RecordMissing: The step is not recorded.
+    """
+    record = reader.source.record
+    if record is None:
+        return {"steps": [], "step": None}
+    return await anyio.to_thread.run_sync(partial(read_step, record, step))
+
+
+async def get_sample(reader: RunReader, step: int, ordinal: int, sample: int) -> dict[str, Any]:
+    """Return one sample with its turns and tokens.
+
+    Raises:
+        RecordMissing: It is not recorded.
+    """
+    record = reader.source.record
+    if record is None:
+        run_id = reader.source.run_id
+        raise RecordMissing(run_id, "run", Path(run_id))
+    return await anyio.to_thread.run_sync(partial(read_sample, record, step, ordinal, sample))
+
+
+def read_step(record: RolloutRecord, step: int | None = None) -> dict[str, Any]:
+    """Return the groups of a step: rows of samples, and the best, middle and worst of each."""
+    steps = record.list_steps()
+    if not steps:
+        return {"steps": [], "step": None}
+    recorded = record.find_step(step)
+    rows = record.read(recorded, _COLUMNS)
+    parts = sorted({name for row in rows for name in row["reward_parts"]})
+    explorers = sorted({row["explorer"] for row in rows})
+    places = {name: place for place, name in enumerate(explorers)}
+    groups: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[row["ordinal"]].append(row)
+    return {
+        "steps": [listed.step for listed in steps],
+        "step": recorded.step,
+        "epoch": recorded.epoch,
+        "parts": parts,
+        "explorers": explorers,
+        "groups": [_build_group(group, parts, places) for group in groups.values()],
+    }
+
+
+def _build_group(
+    group: list[dict[str, Any]], parts: list[str], places: dict[str, int]
+) -> dict[str, Any]:
+    by_reward = sorted(range(len(group)), key=lambda place: group[place]["reward"])
+    chosen = (by_reward[-1], by_reward[len(group) // 2], by_reward[0])
+    return {
+        "ordinal": group[0]["ordinal"],
+        "set": group[0]["question_set"],
+        "samples": [
+            [
+                *(row["sample"], row["reward"], row["completion_tokens"], row["is_truncated"]),
+                *(places[row["explorer"]], row["staleness"], row["version_count"]),
+                row["advantage"],
+                [row["reward_parts"].get(name) for name in parts],
+            ]
+            for row in group
+        ],
+        "best": chosen[0],
+        "middle": chosen[1],
+        "worst": chosen[2],
+        "previews": [group[place]["preview"] for place in chosen],
+    }
+
+
+def read_sample(record: RolloutRecord, step: int, ordinal: int, sample: int) -> dict[str, Any]:
+    """Return one sample as the page of samples shows it."""
+    recorded = record.find_step(step)
+    rows = record.read(recorded, None, ordinal=ordinal)
+    for row in rows:
+        if row["sample"] == sample:
+            return _build_sample(row, recorded)
+    raise RecordMissing(record.run_id, "ordinal", record.folder, step=step, ordinal=ordinal)
+
+
+def _build_sample(row: dict[str, Any], recorded: RecordedStep) -> dict[str, Any]:
+    shown = slice(_LONGEST)
+    return {
+        **{name: row[name] for name in ("ordinal", "sample", "reward", "reward_parts")},
+        **{name: row[name] for name in ("reward_error", "judge_reply", "explorer", "attempt")},
+        **{name: row[name] for name in ("staleness", "is_truncated", "is_redacted", "advantage")},
+        "step": recorded.step,
+        "epoch": recorded.epoch,
+        "proof": row["proof"],
+        "turns": [[turn["role"], turn["content"], turn["tokens"]] for turn in row["turns"]],
+        "tokens": row["token_texts"][shown],
+        "mask": row["completion_mask"][shown],
+        "logprobs": _round(row["logprobs"][shown]),
+        "trainer_logprobs": _round((row["trainer_logprobs"] or [])[shown]),
+        "advantages": _round((row["advantages"] or [])[shown]),
+        "versions": [
+            [version["epoch"], version["step"], version["tokens"]] for version in row["versions"]
+        ],
+        "length": row["completion_tokens"],
+    }
+
+
+def _round(numbers: list[float]) -> list[float]:
+    # Four digits are more than a shade shows, and half of the bytes.
+    return [round(number, 4) for number in numbers]
+
+
+def read_for_file(record: RolloutRecord) -> dict[str, Any]:
+    """Return the newest steps, and the samples of some of their groups, for a file."""
+    steps = record.list_steps()[-FILE_STEPS:]
+    data: dict[str, Any] = {"steps": {}, "samples": {}}
+    for recorded in steps:
+        page = read_step(record, recorded.step)
+        page["steps"] = [listed.step for listed in steps]
+        data["steps"][str(recorded.step)] = page
+        for ordinal in _choose_ordinals(page["groups"]):
+            for row in record.read(recorded, None, ordinal=ordinal):
+                name = f"{recorded.step}/{ordinal}/{row['sample']}"
+                data["samples"][name] = _build_sample(row, recorded)
+    return data
+
+
+def _choose_ordinals(groups: list[dict[str, Any]]) -> list[int]:
+    def mean(group: dict[str, Any]) -> float:
+        return float(sum(sample[1] for sample in group["samples"]) / len(group["samples"]))
+
+    ordered = sorted(groups, key=mean)
+    last, count = len(ordered) - 1, min(len(ordered), FILE_GROUPS)
+    places = {place * last // max(count - 1, 1) for place in range(count)}
+    return sorted(ordered[place]["ordinal"] for place in places)

@@ -1,0 +1,391 @@
+// Recorded samples: the groups of a step, and their answers with shaded tokens.
+
+import { byName, count, empty, figure, h, panel, plural } from "./format.js";
+
+const FIRST = 60; // groups that are shown at once
+const SHADES = [
+  ["logprob", "log-probability"],
+  ["ratio", "ratio"],
+  ["advantage", "advantage"],
+  ["none", "no shade"],
+];
+const ORDERS = {
+  question: (group) => group.ordinal,
+  "mean reward": (group) => -group.mean,
+  spread: (group) => group.low - group.high,
+  length: (group) => -group.longest,
+};
+const chosen = { step: null, shade: "logprob", order: "question" };
+const filters = { part: "", least: "", most: "", shortest: "", longest: "", explorer: "", cut: "" };
+
+export function samplesPage(source, run) {
+  const page = h("div", { class: "samples" });
+  load(source, run, page);
+  return page;
+}
+
+async function load(source, run, page) {
+  const again = () => load(source, run, page);
+  try {
+    const found = await source.of(run, "samples", { step: chosen.step });
+    if (found.step === null) {
+      page.replaceChildren(
+        panel(
+          "Samples",
+          "",
+          empty(
+            "No samples are recorded, or the run's folder is not at hand: train with record.rollouts sample or all, and name the folder of the checkpoints with --checkpoint-root.",
+          ),
+        ),
+      );
+      return;
+    }
+    chosen.step = found.step;
+    const list = h("div", { class: "groups" });
+    const summary = h("span", {});
+    const show = () => showGroups(found, list, summary, source, run);
+    page.replaceChildren(
+      panel(`Samples of step ${found.step}`, summary, toolbar(found, again, show), list),
+    );
+    show();
+  } catch (error) {
+    chosen.step = null;
+    page.replaceChildren(
+      panel(
+        "Samples",
+        "",
+        h("p", { class: "callout" }, error.message),
+        h("button", { class: "more", onclick: again }, "Newest step"),
+      ),
+    );
+  }
+}
+
+function choice(label, values, value, change) {
+  const options = values.map(([name, words]) =>
+    h("option", { value: name, selected: String(name) === String(value) }, words),
+  );
+  const select = h("select", { "aria-label": label }, options);
+  select.addEventListener("change", () => change(select.value));
+  return h("label", {}, h("span", {}, label), select);
+}
+
+function field(label, name, show, properties) {
+  const input = h("input", { value: filters[name], size: 5, ...properties });
+  input.addEventListener("input", () => {
+    filters[name] = input.value.trim();
+    show();
+  });
+  return h("label", {}, h("span", {}, label), input);
+}
+
+function toolbar(found, again, show) {
+  const plain = (values) => values.map((one) => [one, one]);
+  const at = found.steps.indexOf(found.step);
+  const to = (step) => {
+    chosen.step = Number(step);
+    again();
+  };
+  const filter = (name) => (value) => {
+    filters[name] = value;
+    show();
+  };
+  const move = (by, words, sign) =>
+    h(
+      "button",
+      {
+        class: "tool",
+        title: words,
+        "aria-label": words,
+        disabled: !(at + by in found.steps),
+        onclick: () => to(found.steps[at + by]),
+      },
+      sign,
+    );
+  return h(
+    "div",
+    { class: "search sample-tools" },
+    h(
+      "div",
+      { class: "sample-step" },
+      move(-1, "The step before", "‹"),
+      choice("Step", plain(found.steps), found.step, to),
+      move(1, "The step after", "›"),
+    ),
+    choice("Order", plain(Object.keys(ORDERS)), chosen.order, (value) => {
+      chosen.order = value;
+      show();
+    }),
+    choice("Shade", SHADES, chosen.shade, (value) => {
+      chosen.shade = value;
+      show();
+    }),
+    choice(
+      "Reward",
+      [["", "reward"], ...plain(found.parts)],
+      filters.part,
+      filter("part"),
+    ),
+    field("from", "least", show, { inputmode: "decimal" }),
+    field("to", "most", show, { inputmode: "decimal" }),
+    field("Tokens from", "shortest", show, { inputmode: "numeric" }),
+    field("to", "longest", show, { inputmode: "numeric" }),
+    choice(
+      "Explorer",
+      [["", "all"], ...plain([...found.explorers].sort(byName))],
+      filters.explorer,
+      filter("explorer"),
+    ),
+    choice(
+      "Ended",
+      [
+        ["", "all"],
+        ["cut", "cut off"],
+        ["whole", "whole"],
+      ],
+      filters.cut,
+      filter("cut"),
+    ),
+  );
+}
+
+// Returns true if a sample passes the filters.
+function passes(found) {
+  const part = found.parts.indexOf(filters.part);
+  const explorer = found.explorers.indexOf(filters.explorer);
+  const bound = (text, other) => (text === "" || !Number.isFinite(Number(text)) ? other : Number(text));
+  const least = bound(filters.least, -Infinity);
+  const most = bound(filters.most, Infinity);
+  const shortest = bound(filters.shortest, 0);
+  const longest = bound(filters.longest, Infinity);
+  const all = least === -Infinity && most === Infinity;
+  return ([, reward, length, cut, by, , , , parts]) => {
+    const value = part < 0 ? reward : parts[part];
+    return (
+      (all || (value !== null && value >= least && value <= most)) &&
+      length >= shortest &&
+      length <= longest &&
+      (explorer < 0 || by === explorer) &&
+      (!filters.cut || cut === (filters.cut === "cut"))
+    );
+  };
+}
+
+function showGroups(found, list, summary, source, run) {
+  const pass = passes(found);
+  const groups = found.groups
+    .map((group) => {
+      const shown = group.samples.filter(pass);
+      const rewards = shown.map((one) => one[1]);
+      return {
+        ...group,
+        shown,
+        mean: rewards.reduce((sum, one) => sum + one, 0) / rewards.length,
+        low: Math.min(...rewards),
+        high: Math.max(...rewards),
+        longest: Math.max(...shown.map((one) => one[2])),
+      };
+    })
+    .filter((group) => group.shown.length);
+  const key = ORDERS[chosen.order];
+  groups.sort((one, other) => key(one) - key(other) || one.ordinal - other.ordinal);
+  const samples = groups.reduce((sum, group) => sum + group.shown.length, 0);
+  summary.textContent = `${plural(samples, "sample")} of ${plural(groups.length, "question")}, epoch ${found.epoch}`;
+  const add = (from) => {
+    list.querySelector(".more")?.remove();
+    list.append(...groups.slice(from, from + FIRST).map((one) => groupRow(one, found, source, run)));
+    const left = groups.length - from - FIRST;
+    if (left > 0)
+      list.append(
+        h("button", { class: "more", onclick: () => add(from + FIRST) }, `${count(left)} more`),
+      );
+  };
+  list.replaceChildren();
+  if (groups.length) add(0);
+  else list.append(empty("No sample passes the filters."));
+}
+
+function groupRow(group, found, source, run) {
+  const answers = ["best", "median", "worst"].map((words, at) => {
+    const row = group.samples[[group.best, group.middle, group.worst][at]];
+    return h(
+      "div",
+      { class: "answer-line" },
+      h("span", { class: `answer-kind ${words}` }, words),
+      h("span", { class: "number" }, figure(row[1])),
+      h("span", { class: "answer-text" }, group.previews[at]),
+    );
+  });
+  const body = h("div", { class: "group-body" });
+  const box = h(
+    "details",
+    { class: "group" },
+    h(
+      "summary",
+      {},
+      h("span", { class: "strong" }, `question ${count(group.ordinal)}`),
+      group.set ? h("span", { class: "muted" }, ` ${group.set}`) : null,
+      h(
+        "span",
+        { class: "muted" },
+        ` reward ${figure(group.mean)} (${figure(group.low)} to ${figure(group.high)}), `,
+        `${plural(group.shown.length, "sample")}, up to ${plural(group.longest, "token")}`,
+        group.shown.some((one) => one[3]) ? ", some cut off" : "",
+      ),
+      h("div", { class: "answers" }, answers),
+    ),
+    body,
+  );
+  box.addEventListener("toggle", () => {
+    if (box.open && !body.childNodes.length) fillGroup(group, found, source, run, body);
+  });
+  return box;
+}
+
+function fillGroup(group, found, source, run, body) {
+  const place = h("div", {});
+  const buttons = group.shown.map((row) => {
+    const [sample, reward, length, cut, , staleness, versions, advantage] = row;
+    return h(
+      "button",
+      {
+        class: "sample-pick",
+        title: `staleness ${staleness}, ${plural(versions, "version")}`,
+        onclick: (event) => open(sample, event.currentTarget),
+      },
+      h("strong", {}, `#${sample}`),
+      ` ${figure(reward)}`,
+      h(
+        "span",
+        { class: "muted" },
+        ` ${count(length)}${cut ? " ✂" : ""}${advantage === null ? "" : ` adv ${figure(advantage)}`}`,
+      ),
+    );
+  });
+  const open = async (sample, button) => {
+    for (const one of buttons) one.classList.toggle("on", one === button);
+    try {
+      const query = { step: found.step, ordinal: group.ordinal, sample };
+      place.replaceChildren(sampleView(await source.of(run, "sample", query)));
+    } catch (error) {
+      place.replaceChildren(h("p", { class: "callout" }, error.message));
+    }
+  };
+  body.append(h("div", { class: "sample-picks" }, buttons), place);
+  const best = group.samples[group.best][0];
+  const first = Math.max(
+    0,
+    group.shown.findIndex((row) => row[0] === best),
+  );
+  open(group.shown[first][0], buttons[first]);
+}
+
+function sampleView(one) {
+  const parts = Object.entries(one.reward_parts).map(([name, value]) => `${name} ${figure(value)}`);
+  const facts = [
+    `reward ${figure(one.reward)}${parts.length ? ` (${parts.join(", ")})` : ""}`,
+    one.advantage === null ? null : `advantage ${figure(one.advantage)}`,
+    `staleness ${one.staleness}`,
+    `by ${one.explorer}${one.attempt > 1 ? `, attempt ${one.attempt}` : ""}`,
+    one.proof ? `weights ${one.proof}` : null,
+    one.is_truncated ? "cut off" : null,
+    one.is_redacted ? "redacted" : null,
+  ];
+  const blocks = [];
+  let at = 0;
+  const marks = versionMarks(one);
+  for (const [role, content, length] of one.turns) {
+    if (role === "prompt") {
+      blocks.push(turnBlock(role, h("span", {}, content)));
+      continue;
+    }
+    const tokens = shadedTokens(one, at, Math.min(at + length, one.tokens.length), marks);
+    blocks.push(turnBlock(role, tokens));
+    at += length;
+  }
+  return h(
+    "div",
+    { class: "sample-view" },
+    h("p", { class: "muted" }, facts.filter(Boolean).join(" · ")),
+    one.reward_error ? h("p", { class: "callout" }, `The reward failed: ${one.reward_error}`) : null,
+    blocks,
+    one.judge_reply ? turnBlock("judge", h("span", {}, one.judge_reply)) : null,
+    one.tokens.length < one.length
+      ? empty(`${count(one.length - one.tokens.length)} more tokens are in the record.`)
+      : null,
+  );
+}
+
+function turnBlock(role, content) {
+  return h(
+    "div",
+    { class: `turn turn-${role}` },
+    h("div", { class: "turn-role" }, role),
+    h("div", { class: "turn-text" }, content),
+  );
+}
+
+// Returns the versions that begin at a token, by the token's place in the answer.
+function versionMarks(one) {
+  const marks = new Map();
+  let left = 0;
+  let next = 0;
+  let before = null;
+  one.mask.forEach((isPolicy, place) => {
+    if (!isPolicy) return;
+    while (left === 0 && next < one.versions.length) {
+      const [epoch, step, length] = one.versions[next];
+      left = length;
+      next += 1;
+      if (length && before !== `${epoch}/${step}`)
+        marks.set(place, epoch === one.epoch ? `step ${step}` : `epoch ${epoch}, step ${step}`);
+      before = `${epoch}/${step}`;
+    }
+    left -= 1;
+  });
+  return marks;
+}
+
+function shadedTokens(one, from, to, marks) {
+  const spans = [];
+  for (let at = from; at < to; at += 1) {
+    if (marks.has(at)) spans.push(h("span", { class: "version-mark" }, marks.get(at)));
+    const shade = one.mask[at] ? shadeOf(one, at) : null;
+    const texts = [
+      one.mask[at] ? `log-probability ${figure(one.logprobs[at])}` : "environment",
+      one.mask[at] && one.trainer_logprobs.length
+        ? `trainer's ${figure(one.trainer_logprobs[at])}`
+        : null,
+      one.mask[at] && one.advantages.length ? `advantage ${figure(one.advantages[at])}` : null,
+    ];
+    spans.push(
+      h(
+        "span",
+        {
+          class: "token",
+          title: texts.filter(Boolean).join("\n"),
+          css: shade ? { background: shade } : {},
+        },
+        one.tokens[at],
+      ),
+    );
+  }
+  return spans;
+}
+
+// Orange is what was unlikely, or is made less likely; blue the opposite. Colour-blind readers see both.
+function shadeOf(one, at) {
+  const tint = (color, share) =>
+    `color-mix(in srgb, ${color} ${Math.round(60 * Math.min(1, share))}%, transparent)`;
+  if (chosen.shade === "logprob") return tint("#d55e00", -one.logprobs[at] / 6);
+  if (chosen.shade === "ratio") {
+    if (!one.trainer_logprobs.length) return null;
+    const difference = one.trainer_logprobs[at] - one.logprobs[at];
+    return tint(difference < 0 ? "#d55e00" : "#0072b2", Math.abs(difference) / 0.5);
+  }
+  if (chosen.shade === "advantage") {
+    const advantage = one.advantages[at] ?? 0;
+    return tint(advantage < 0 ? "#d55e00" : "#0072b2", Math.abs(advantage) / 2);
+  }
+  return null;
+}
