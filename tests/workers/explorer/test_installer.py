@@ -14,6 +14,7 @@ from tests.support.errors import raises
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from tests.support.fake_devices import HostDevice  # noqa: E402
 from tests.support.pipeline import events_of, reducer_task, reports_accepted, until  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from tests.support.weight_versions import publish, ready  # noqa: E402
@@ -25,7 +26,8 @@ from trinity_events.errors import (  # noqa: E402
 )
 from trinity_events.server import open_client  # noqa: E402
 from trinity_events.system.shared_memory import available  # noqa: E402
-from trinity_events.weights import model_digest  # noqa: E402
+from trinity_events.weights import CudaStore, model_digest  # noqa: E402
+from trinity_events.weights.transports import stores  # noqa: E402
 from trinity_schemas import RunClosed, Sampling, StepRef, WeightsApplied, chunk_key  # noqa: E402
 from trinity_workers.explorer.installer import VersionInstaller, VersionPrefetcher  # noqa: E402
 from trinity_workers.explorer.run_follower import followed_run  # noqa: E402
@@ -200,6 +202,32 @@ async def test_chunks_that_come_while_it_waits_make_the_version_that_is_announce
                         digest = await published(trainer, config, step)
                     assert explorer.engine.serves == StepRef(config.epoch, step)
                     assert await explorer.engine.prove() == digest
+
+
+async def test_a_version_in_a_devices_memory_is_installed_and_proven(
+    make_config, redis_url, run_id, log, monkeypatch
+):
+    class Standin(CudaStore):
+        def __init__(self):
+            super().__init__(HostDevice())
+
+    monkeypatch.setattr(stores, "CudaStore", Standin)
+    async with reducer_task(redis_url, run_id):
+        config = make_config(
+            sync={"timeout": PATIENCE, "transport": "cuda-ipc"}, trainer={"ranks": 1}
+        )
+        with trainer_of(config) as trainer:
+            async with explorer_of(config) as explorer:
+                for step in range(2):
+                    digest = await published(trainer, config, step)
+                    await explorer.installer.refresh(step)
+                    assert await explorer.engine.prove() == digest
+                await reports_accepted(log)
+    applied = [entry.event for entry in await events_of(log, WeightsApplied)]
+    assert [(event.version.step, event.proof.status) for event in applied] == [
+        (0, "proven"),
+        (1, "proven"),
+    ]
 
 
 @pytest.mark.parametrize("how", ["changed", "gone"])
