@@ -224,6 +224,20 @@ def test_ranks_that_wait_say_for_what_the_trainer_waited():
     assert share(goodput, "waiting-rollouts") == pytest.approx(waited / run.total, abs=0.02)
 
 
+def test_no_start_of_a_process_is_a_wait_of_another():
+    run = Run(explorers=2)
+    for process in run.processes:
+        process.work(("starting", 50.0))
+    run.now += 50.0
+    play(run, explorer=[("generating", 12.0)])
+    goodput = run.close()
+    check_sums(goodput, run.total)
+    assert goodput.seconds["starting"] == pytest.approx(50.0 * 5)
+    waited = run.planted("waiting-trainer") + run.planted("waiting-rollouts")
+    assert share(goodput, "waiting-rollouts") == pytest.approx(waited / run.total, abs=0.02)
+    assert "waiting-tail" not in goodput.seconds
+
+
 def test_a_long_tail_is_told_from_waits_for_the_trainer():
     run = Run()
     play(run, explorer_0=[("generating", 24.0)])

@@ -20,6 +20,7 @@ from trinity_schemas import (
     ForeignEvent,
     MessageTooLarge,
     MessageUndecodable,
+    PhasesMeasured,
     Producer,
     RewardErrorReported,
     StacksTaken,
@@ -103,6 +104,11 @@ REFUSED = {
     ),
     "a time that is no number": (
         report(RUNNING, occurred_at=math.nan),
+        ReportRefused,
+        {"fault": "number"},
+    ),
+    "a sum of seconds that is infinite": (
+        report(PhasesMeasured(seconds={"idle": math.inf}, phase="idle")),
         ReportRefused,
         {"fault": "number"},
     ),

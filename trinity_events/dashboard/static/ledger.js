@@ -26,7 +26,13 @@ const FATE_COLORS = {
 };
 
 function goodputPanel(goodput) {
-  if (!goodput) return panel("Goodput", "", empty("Its processes have reported no times."));
+  if (!goodput) {
+    const none =
+      goodput === undefined
+        ? "It is summed up for the newest state alone."
+        : "Its processes have reported no times.";
+    return panel("Goodput", "", empty(none));
+  }
   const bar = ([role, shares]) =>
     h(
       "tr",
