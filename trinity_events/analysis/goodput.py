@@ -16,7 +16,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct, field
 
@@ -63,6 +63,8 @@ SLOW = 1.5
 """Least ratio to the others' median of a straggler: below it, ratios of short runs are noise."""
 _LEAST = 3
 """Least measurements of a straggler."""
+_KEPT_STEPS = 65_536
+"""Steps that a resume may discard: checkpoints that are further back were removed long ago."""
 _SILENT = 90.0
 """Seconds without an entry after which no process is taken to live: each reports once a minute."""
 _DRIVER = "trainer-0"
@@ -183,6 +185,13 @@ class _EpochRecord(Struct):
     """Tokens whose fate its trainer decided."""
 
 
+class _StepSums(NamedTuple):
+    """Samples and tokens that a step was trained on."""
+
+    samples: int
+    tokens: int
+
+
 class _Measure(Struct):
     """Sums of a measurement of one process."""
 
@@ -202,8 +211,10 @@ class GoodputReader:
         """Workers by the incarnation of their publisher."""
         self._current: dict[str, str] = {}
         """Role and rank to the incarnation that started last."""
-        self._steps: dict[int, Counter[str]] = {}
-        """Samples and tokens of the steps in the current lineage."""
+        self._steps: dict[int, _StepSums] = {}
+        """Last steps of the current lineage, which a resume may discard."""
+        self._settled_samples = 0
+        """Samples of earlier steps, further back than any resume."""
         self._measures: dict[str, dict[str, _Measure]] = defaultdict(dict)
         self._applications = FirstApplications()
 
@@ -259,7 +270,7 @@ class GoodputReader:
         elapsed = sum(
             end - epoch.opened_at for epoch, end in zip(self._epochs, ends.values(), strict=True)
         )
-        samples = sum(step["samples"] for step in self._steps.values())
+        samples = self._settled_samples + sum(step.samples for step in self._steps.values())
         return Goodput(
             run_id=self.run_id,
             seconds=_sort(everything, FATES),
@@ -292,11 +303,12 @@ class GoodputReader:
             # Nothing continues: what an earlier lineage trained counts for no model.
             epoch.resumed = -1
             discarded = dict(self._steps)
+            self._settled_samples = 0
         else:
             epoch.resumed = event.step
             discarded = {step: sums for step, sums in self._steps.items() if step > event.step}
             epoch.redo_until = max(discarded, default=0)
-        epoch.discarded = sum(sums["tokens"] for sums in discarded.values())
+        epoch.discarded = sum(sums.tokens for sums in discarded.values())
         for step in discarded:
             del self._steps[step]
         self._epochs.append(epoch)
@@ -356,9 +368,11 @@ class GoodputReader:
         epoch = self._epochs[-1]
         for fate, count in event.tokens.items():
             epoch.tokens[fate] += count
-        self._steps[event.step] = Counter(
+        self._steps[event.step] = _StepSums(
             samples=sum(event.staleness.values()), tokens=event.tokens.get("trained", 0)
         )
+        if len(self._steps) > _KEPT_STEPS:
+            self._settled_samples += self._steps.pop(min(self._steps)).samples
         if event.step >= epoch.redo_until and epoch.redo_ended_at is None:
             epoch.redo_ended_at = now
 
