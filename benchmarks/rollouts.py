@@ -7,8 +7,12 @@ stream itself.
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from subprocess import Popen
@@ -28,7 +32,7 @@ from trinity_schemas import ExperienceReference, RunKeys, Sampling, StepRef
 from trinity_workers.worker_group.rows import split_rows
 from trinity_workers.worker_group.wire import pack
 
-from .environment import Stage, process
+from .environment import HERE, Stage, process
 from .instant_explorer import KEY, LEASE, open_store
 from .latency import IN, OUT, hops, milliseconds
 from .loading_rank import LENGTH, Loaded, LoadRequest
@@ -63,6 +67,10 @@ _MOST_TOKENS = 60_000_000
 _LEAST_STEPS = 3
 _BYTES_A_TOKEN = 100
 """Memory of a token in all processes: payload, samples, and the tensors of its batch."""
+
+TRANSFER_QUEUE = "TransferQueue 0.1.11"
+_PEER_DEADLINE = 300.0
+"""Seconds of a run of TransferQueue, with the start of its Ray cluster."""
 
 Medium = Literal["stream", "shm", "redis"]
 MEDIA: dict[Medium, str] = {
@@ -213,13 +221,15 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
         busy = anyio.run(steps, on, shapes[0], "shm", size.steps, GENERATION, ranks)
     rows = [row for case in cases for row in rows_of(*case, rounds[case], bare)]
     rows += growth_rows(rounds)
+    peers = transfer_queue_steps(size, shapes)
+    rows += peer_rows(rounds, peers)
     rows.append(
         Row(
             what=f"explorers idle, {milliseconds(GENERATION)} a generation, one step ahead",
             figure=f"{busy.idle:.1%}",
         )
     )
-    return Findings(rows, notes(size, left_out))
+    return Findings(rows, notes(size, left_out, peers))
 
 
 def media_of(shape: Shape) -> list[Medium]:
@@ -240,7 +250,49 @@ def fits(shape: Shape) -> bool:
     return available > _BYTES_A_TOKEN * shape.trained and free_bytes() > 20 * shape.trained
 
 
-def notes(size: Size, left_out: Sequence[Shape]) -> list[str]:
+def transfer_queue_steps(size: Size, shapes: Sequence[Shape]) -> dict[Shape, list[float]]:
+    """Return the seconds of TransferQueue's steps on the same work, where it is installed."""
+    measured: dict[Shape, list[float]] = {}
+    if importlib.util.find_spec("transfer_queue") is None:
+        return measured
+    for shape in [shape for shape in shapes if shape in (SHORT[1], GOAL_SHAPE)]:
+        say(f"  {TRANSFER_QUEUE}: {shape}")
+        counts = map(str, (shape.prompts, SAMPLES, shape.tokens, size.steps))
+        peer = subprocess.run(
+            [sys.executable, "-m", "benchmarks.transfer_queue_peer", *counts],
+            cwd=HERE,
+            capture_output=True,
+            text=True,
+            timeout=_PEER_DEADLINE,
+            check=True,
+        )
+        # Ray writes lines of its own before it.
+        measured[shape] = json.loads(peer.stdout.splitlines()[-1])
+    return measured
+
+
+def peer_rows(
+    rounds: Mapping[tuple[Shape, Medium], Sequence[Steps]], peers: Mapping[Shape, Sequence[float]]
+) -> list[Row]:
+    """Return each step next to that of TransferQueue."""
+    rows = []
+    for shape, seconds in peers.items():
+        own = median([steps.median for steps in rounds[shape, "shm"]])
+        rows.append(
+            Row(
+                what=f"a step of {shape}, {MEDIA['shm']}, median",
+                figure=milliseconds(own),
+                peer=TRANSFER_QUEUE,
+                peer_figure=milliseconds(median(seconds)),
+                ratio=own / median(seconds),
+            )
+        )
+    return rows
+
+
+def notes(
+    size: Size, left_out: Sequence[Shape], peers: Mapping[Shape, Sequence[float]]
+) -> list[str]:
     """Return what the figures are of."""
     words = [
         f"{EXPLORERS} explorers in separate processes claim four prompts at a time, and answer "
@@ -260,6 +312,14 @@ def notes(size: Size, left_out: Sequence[Shape]) -> list[str]:
         f"{GOAL_SHAPE}, which the design asks for. A design that polls a file or a queue once a "
         "second takes at least that second.",
     ]
+    if peers:
+        words.append(
+            f"{TRANSFER_QUEUE} moves the same samples, put by two actors of Ray and read as a "
+            "padded batch by two others, through its default controller and storage; it has no "
+            "claims, leases, fates or log."
+        )
+    else:
+        words.append(f"{TRANSFER_QUEUE} is measured where it is installed (pip).")
     if left_out:
         shapes = "; ".join(map(str, left_out))
         words.append(f"Left out, as this machine has too little memory: {shapes}.")
@@ -296,10 +356,11 @@ def rows_of(
             spread=spread(medians),
         ),
         Row(
-            what="its bytes, and a bare copy of them",
+            what="its bytes, and the step over a bare copy of them",
             figure=f"{size / 2**20:.1f} MiB, {size / shape.trained:.2f} bytes a token",
-            peer="the copy",
+            peer="a bare copy of its bytes",
             peer_figure=milliseconds(copy),
+            ratio=median(seconds) / copy,
         ),
         Row(
             what="its processor time: trainer, explorers, server, ranks",

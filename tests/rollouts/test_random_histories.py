@@ -2,7 +2,8 @@
 
 The server, the scripts, the dispatcher and the explorers' clients are the real ones. Deaths are
 errors before or after a call to the server, as a process would have died there. A counter of the
-log's raw entries, which shares no code with the dispatcher, keeps the books.
+log's raw entries, which shares no code with the dispatcher, keeps the books. In every second
+history the tokens of answers are payloads.
 """
 
 from random import Random
@@ -17,7 +18,8 @@ from trinity_events.core.ledger import Ledger
 from trinity_events.errors import StaleEpoch
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
 from trinity_events.rollouts import RolloutClient, RolloutDispatcher
-from trinity_schemas import LedgerRestored, RunKeys, StepRef
+from trinity_events.rollouts.payloads import RedisPayloads
+from trinity_schemas import LedgerRestored, RunKeys, StepRef, payload_key
 
 SEEDS = range(24)
 DEATHS = 5
@@ -79,6 +81,7 @@ class History:
         self.epoch = self.step = 0
         self.late = []
         """Dispatchers and explorers of the past, which wake up once more."""
+        self.payloads = RedisPayloads(client, run_id) if seed % 2 else None
         self.ledger = Ledger()
         self.stale_calls = 0
         self.ended = False
@@ -102,7 +105,9 @@ class History:
                 on_reward_error="drop_group",
                 window=self.random.choice([2, 5, 9]),
             )
-            dispatcher = RolloutDispatcher(self.client, publisher, options, ledger)
+            dispatcher = RolloutDispatcher(
+                self.client, publisher, options, ledger, payloads=self.payloads
+            )
             fuse.wire(dispatcher._streams)
             await dispatcher.start()
             await self.wake_the_past()
@@ -149,6 +154,11 @@ class History:
             await self.trained(dispatcher, await dispatcher.take(1, deadline=PATIENCE))
 
     async def trained(self, dispatcher, groups) -> None:
+        for group in groups:
+            # Before its fate is final, the tokens of every group are there.
+            assert (group.payload is not None) is (self.payloads is not None)
+            if group.payload is not None:
+                assert await self.client.exists(payload_key(self.run_id, group.payload))
         await dispatcher.trained(self.step + 1, groups)
         self.step += 1
         if self.random.random() < 0.5:
@@ -161,7 +171,9 @@ class History:
     async def explore(self, name: str) -> None:
         """Explore in one life after the other."""
         while True:
-            explorer = RolloutClient(self.client, self.run_id, self.epoch, name, lease=LONG)
+            explorer = RolloutClient(
+                self.client, self.run_id, self.epoch, name, lease=LONG, payloads=self.payloads
+            )
             fuse = Fuse(self.random, self.random.choice([None, 3, 10, 30]))
             fuse.wire(explorer._streams)
             try:
@@ -182,7 +194,14 @@ class History:
             case "fail":
                 error = reward_error_of(claim, explorer.name)
                 await explorer.fail(claim, "by chance", self.random.choice([error, None]))
-        late = RolloutClient(self.client, self.run_id, self.epoch, explorer.name, lease=LONG)
+        late = RolloutClient(
+            self.client,
+            self.run_id,
+            self.epoch,
+            explorer.name,
+            lease=LONG,
+            payloads=self.payloads,
+        )
         if len(self.late) < 3:
             self.late.append(lambda: late.answer(claim, samples_of(claim)))
 
@@ -203,3 +222,6 @@ async def test_nothing_is_lost_and_nothing_trained_twice(client, run_id, seed):
     assert count.trained + count.dropped.total() == count.next
     assert history.stale_calls
     assert await client.xlen(RunKeys.of(run_id).rollouts) == 0
+    # What dead explorers left, or an answer that was discarded, has a lease.
+    for key in await client.keys(f"trinity-weights:{{{run_id}.*"):
+        assert await client.pttl(key) > 0
