@@ -66,13 +66,20 @@ def collate(
     shape = len(episodes), prompt_width + response_width
     input_ids = np.full(shape, pad_token_id, np.int64)  # (rows, prompt + response)
     attention_mask = np.zeros(shape, np.int64)  # (rows, prompt + response)
+    # Written once, as the rest: a cumulative sum would fill three arrays of this size.
+    position_ids = np.zeros(shape, np.int64)  # (rows, prompt + response)
+    positions = np.arange(shape[1])
     response_mask = np.zeros((len(episodes), response_width), np.bool_)  # (rows, response)
     logprobs = np.zeros((len(episodes), response_width), np.float32)
     for row, episode in enumerate(episodes):
         # Prompts are padded on the left, so that all responses begin in one column.
         start = prompt_width - lengths[row][0]
         # From lengths: a policy may sample the padding token itself.
-        attention_mask[row, start : start + sum(lengths[row])] = 1
+        end = start + sum(lengths[row])
+        attention_mask[row, start:end] = 1
+        # Padding has a position that every embedding has: 0 before the tokens, their last after.
+        position_ids[row, start:end] = positions[: end - start]
+        position_ids[row, end:] = end - start - 1
         for turn, length in zip(episode.turns, lengths[row], strict=True):
             input_ids[row, start : start + length] = turn.token_view
             if turn.role == "policy":
@@ -80,12 +87,10 @@ def collate(
                 response_mask[row, columns] = True
                 logprobs[row, columns] = turn.logprob_view
             start += length
-    attention = torch.from_numpy(attention_mask)
     return Batch(
         input_ids=torch.from_numpy(input_ids),
-        attention_mask=attention,
-        # Padding before a row's first token would have position -1, which no embedding has.
-        position_ids=(attention.cumsum(dim=-1) - 1).clamp_(min=0),
+        attention_mask=torch.from_numpy(attention_mask),
+        position_ids=torch.from_numpy(position_ids),
         response_mask=torch.from_numpy(response_mask),
         groups=torch.tensor([episode.ordinal for episode in episodes]),
         rewards=torch.tensor([episode.reward for episode in episodes], dtype=torch.float32),
