@@ -71,7 +71,7 @@ def test_the_demo_is_read_and_scrubbed_by_keyboard_alone(page, address):
     page.wait_for("document.querySelector('.equation')?.innerText.includes('dispatched =')")
     page.press("5")
     page.wait_for("document.body.innerText.includes('points to failing memory of node-06')")
-    page.press("6")
+    page.press("7")
     page.wait_for("document.querySelectorAll('.found tbody tr').length === 50")
     page.press("?")
     page.wait_for("document.querySelector('dialog[open]')")

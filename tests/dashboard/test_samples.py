@@ -6,20 +6,16 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("torch")
 
 import anyio.to_thread
-import numpy as np
 
 from tests.support.browser import browser
 from tests.support.errors import raises
 from tests.support.experiences import make_groups
+from tests.support.rollout_records import write_record
 from trinity_events.dashboard.html_export import build_html
 from trinity_events.dashboard.samples import FILE_GROUPS, read_for_file, read_sample, read_step
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
 from trinity_events.dashboard.sources import RecordedSource
-from trinity_events.record.files import RECORD
 from trinity_events.record.reader import RecordMissing, RolloutRecord
-from trinity_schemas import encode
-from trinity_workers.record.messages import StepRows, WriterSettings
-from trinity_workers.record.writer import RecordWriter
 
 GROUPS = 5
 
@@ -32,32 +28,7 @@ def groups():
 @pytest.fixture(scope="module")
 def record(tmp_path_factory, policy_folder, groups):
     folder = tmp_path_factory.mktemp("runs") / "r"
-    writer = RecordWriter(
-        WriterSettings(
-            run_id="r",
-            epoch=1,
-            resumed_step=0,
-            folder=str(folder / RECORD),
-            model_folder=str(policy_folder),
-            rank=0,
-            ranks=1,
-            max_bytes=2**30,
-            max_steps=100,
-        )
-    )
-    samples = [sample for group in groups for sample in group]
-    width = max(len(sample.turns[1].tokens) for sample in samples)
-    numbers = np.arange(len(samples) * width, dtype=np.float32)
-    for step in (1, 2):
-        writer.write(
-            StepRows(
-                step=step,
-                experiences=[encode(sample) for sample in samples],
-                width=width,
-                advantages=numbers.tobytes(),
-            )
-        )
-    return RolloutRecord(folder, "r")
+    return write_record(folder, policy_folder, {1: groups, 2: groups})
 
 
 def test_a_step_has_its_groups_with_the_best_and_the_worst_answer(record, groups):

@@ -1270,7 +1270,14 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "--until cuts the history of --pytest alone: leave it out, or add that",
         ),
         ({"fault": "stdout"}, "export writes a file, whole or not at all: name one with --output"),
-        ({"fault": "several"}, "export writes one file: give --pytest, --perfetto or --html alone"),
+        (
+            {"fault": "several"},
+            "export writes one file: give --pytest, --perfetto, --html or --rollouts alone",
+        ),
+        (
+            {"fault": "rollouts"},
+            "--format and --step choose rollouts alone: leave them out, or add --rollouts",
+        ),
         (
             {"fault": "file", "reason": "/x cannot be written"},
             "/x cannot be written: name another with --output",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, closing
@@ -17,6 +18,8 @@ from ..archive.segments import Archive
 from ..checkpoints.layout import ARCHIVE
 from ..errors import TrinityError
 from ..log import Entry, position, require_run
+from ..record.export import ExportFormat, write_rollouts
+from ..record.reader import RolloutRecord
 from ..testing.history import as_test_file
 from ..views.perfetto import PerfettoTrace
 from ..views.terminal import print_out
@@ -27,6 +30,7 @@ from .options import (
     checkpoint_root,
     open_client,
     open_log,
+    parse_run_id,
 )
 from .sources import open_states, read_timeline, recorded_file
 
@@ -38,17 +42,18 @@ class OutputUnusable(TrinityError):
     """The output file cannot be written.
 
     Attributes:
-        fault: ``until``, ``stdout`` or ``several`` for options that contradict each other, and
-            ``file`` for a file.
+        fault: ``until``, ``stdout``, ``several`` or ``rollouts`` for options that contradict each
+            other, and ``file`` for a file.
         reason: Error of the file.
     """
 
-    fault: Literal["until", "stdout", "several", "file"]
+    fault: Literal["until", "stdout", "several", "rollouts", "file"]
     reason: str = ""
     texts: ClassVar = {
         "until": "--until cuts the history of --pytest alone: leave it out, or add that",
         "stdout": "export writes a file, whole or not at all: name one with --output",
-        "several": "export writes one file: give --pytest, --perfetto or --html alone",
+        "several": "export writes one file: give --pytest, --perfetto, --html or --rollouts alone",
+        "rollouts": "--format and --step choose rollouts alone: leave them out, or add --rollouts",
         "file": "{reason}: name another with --output",
     }
 
@@ -76,6 +81,24 @@ def export(
         bool,
         typer.Option("--html", help="Write the dashboard's pages instead, as one file: RUN.html."),
     ] = False,
+    rollouts: Annotated[
+        bool,
+        typer.Option("--rollouts", help="Write the recorded rollouts instead: RUN.rollouts.jsonl."),
+    ] = False,
+    form: Annotated[
+        ExportFormat | None,
+        typer.Option(
+            "--format",
+            help="With --rollouts: rows as jsonl (default) or parquet, or spans of openinference.",
+            show_default=False,
+        ),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            "--step", min=1, help="With --rollouts: only those of this step.", show_default=False
+        ),
+    ] = None,
     until: Annotated[
         str | None,
         typer.Option(
@@ -97,16 +120,22 @@ def export(
     Example: trinity-events export demo-1 --pytest --until 4
 
     Example: trinity-events export demo-1 --html
+
+    Example: trinity-events export demo-1 --rollouts --format parquet
     """
     if until is not None and not as_pytest:
         raise OutputUnusable("until")
     if str(output) == "-":
         raise OutputUnusable("stdout")
-    if as_pytest + as_perfetto + as_html > 1:
+    if not rollouts and (form is not None or step is not None):
+        raise OutputUnusable("rollouts")
+    if as_pytest + as_perfetto + as_html + rollouts > 1:
         raise OutputUnusable("several")
     try:
         if as_pytest:
             anyio.run(_export_pytest, run, root, redis_url, until, output)
+        elif rollouts:
+            _export_rollouts(run, checkpoint_root(root), step, form or ExportFormat.jsonl, output)
         elif as_html:
             anyio.run(_export_html, run, checkpoint_root(root), redis_url, output)
         elif as_perfetto:
@@ -164,6 +193,21 @@ async def _open_source(
     async with open_client(redis_url) as client:
         run_id = await require_run(client, run)
         yield ServerSource(client, run_id, Archive(root / run_id, run_id))
+
+
+def _export_rollouts(
+    run: str, root: Path, step: int | None, form: ExportFormat, output: Path | None
+) -> None:
+    run_id = parse_run_id(run)
+    record = RolloutRecord(root / run_id, run_id)
+    newest = record.find_step(step)  # also the error of a run without a record
+    steps = record.list_steps(superseded=True) if step is None else [newest]
+    path = output or Path(f"{run_id}.rollouts.{form.ending}")
+    with file_written(path) as file:
+        # As the record itself: answers are for the run's user alone.
+        os.fchmod(file.fileno(), 0o600)
+        count = write_rollouts(record, steps, form, file)
+    print_out(f"{count} samples of {len(steps)} steps of run {run_id} in {path}")
 
 
 async def _export_pytest(

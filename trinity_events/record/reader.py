@@ -142,6 +142,11 @@ class RolloutRecord:
             for row in self.read(recorded, columns):
                 yield row | {"fate": fate}
 
+    def find_time(self, recorded: RecordedStep) -> int:
+        """Return the nanoseconds at which a step was recorded; 0 if its files are gone."""
+        paths = [self.folder / file.name for file in recorded.files]
+        return max((path.stat().st_mtime_ns for path in paths if path.exists()), default=0)
+
     @property
     def column_names(self) -> list[str]:
         """Return the names of all columns."""

@@ -1,0 +1,88 @@
+"""Exports of a record, and the commands that read it."""
+
+import json
+import stat
+
+import pytest
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("torch")
+
+from tests.support.experiences import make_groups
+from tests.support.rollout_records import write_record
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory, policy_folder):
+    """Return a checkpoint root with a run whose step 2 was taken again by a second epoch."""
+    root = tmp_path_factory.mktemp("root")
+    groups = make_groups("r", 4, count=3)
+    write_record(root / "r", policy_folder, {1: groups, 2: groups})
+    write_record(root / "r", policy_folder, {2: groups}, epoch=2, resumed_step=1)
+    return root
+
+
+@pytest.fixture
+def export(cli, root, tmp_path):
+    """Return a function that exports the run's rollouts, and the file."""
+
+    def write(*options):
+        path = tmp_path / "out"
+        done = cli(
+            "export", "r", "--rollouts", "--checkpoint-root", str(root), "-o", str(path), *options
+        )
+        assert done.returncode == 0, done.stderr
+        return path
+
+    return write
+
+
+def test_rows_have_the_columns_of_trl_and_verifiers_and_their_fate(export):
+    path = export()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    fates = [(row["epoch"], row["step"], row["fate"]) for row in rows]
+    assert (
+        fates == [(1, 1, "trained")] * 12 + [(1, 2, "superseded")] * 12 + [(2, 2, "trained")] * 12
+    )
+    trl = {"prompt", "completion", "prompt_ids", "completion_ids", "completion_mask", "logprobs"}
+    assert trl | {"advantages", "reward", "metrics", "is_truncated"} <= rows[0].keys()
+    assert len(rows[0]["completion_ids"]) == len(rows[0]["logprobs"])
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_parquet_has_the_same_rows(export):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = parquet.read_table(export("--format", "parquet", "--step", "2"))
+    rows = table.to_pylist()
+    lines = [json.loads(line) for line in export("--step", "2").read_text().splitlines()]
+    assert [row["completion_ids"] for row in rows] == [line["completion_ids"] for line in lines]
+    assert {row["epoch"] for row in rows} == {2}
+
+
+def test_spans_have_the_episode_with_its_turns(export):
+    lines = export("--format", "openinference", "--step", "1").read_text().splitlines()
+    [resource] = json.loads(lines[0])["resourceSpans"]
+    [scope] = resource["scopeSpans"]
+    episode, turn = scope["spans"]
+    kinds = [
+        attribute["value"]["stringValue"]
+        for span in scope["spans"]
+        for attribute in span["attributes"]
+        if attribute["key"] == "openinference.span.kind"
+    ]
+    assert kinds == ["AGENT", "LLM"]
+    assert turn["parentSpanId"] == episode["spanId"] and turn["traceId"] == episode["traceId"]
+    assert len(lines) == 12
+
+
+def test_samples_are_listed_and_shown_in_full(cli, root):
+    options = ("--checkpoint-root", str(root))
+    listed = cli("samples", "r", "--sort", "reward", "--limit", "2", *options)
+    assert "step 2 (epoch 2): 12 samples of 3 questions" in listed.stdout
+    assert "10 more" in listed.stdout
+    shown = cli("samples", "r", "--step", "1", "--ordinal", "1", *options)
+    assert shown.stdout.count("[policy]") == 4
+    missing = cli("samples", "r", "--step", "9", *options)
+    assert missing.returncode == 1 and "steps 1 to 2" in missing.stderr
