@@ -144,7 +144,7 @@ class RolloutRecorder:
             else:
                 self._dropped += len(queued.samples)
         if all_samples:
-            self._wait(step)
+            self.wait_recorded(step)
 
     @property
     def counts(self) -> RecordCounts:
@@ -167,7 +167,13 @@ class RolloutRecorder:
             self._thread.join()
         self._process.wait()
 
-    def _wait(self, step: int) -> None:
+    def wait_recorded(self, step: int) -> None:
+        """Wait until a step is on disk.
+
+        Raises:
+            RecordFailed: The writer failed.
+            DeadlineExceeded: It did not write the step in time.
+        """
         timeout = self._config.sync.timeout
         waiting = self._waits.waiting("the record of its rollouts", deadline=timeout, step=step)
         with waiting, self._changed:

@@ -74,6 +74,7 @@ from .backends import get_trainer_wrapper
 from .rollouts.evaluator import Evaluator
 from .rollouts.explorer_requests import ExplorerRequests
 from .rollouts.supply import RolloutSupply
+from .run_manifest import write_run_manifest
 from .state import TrainerState, read_trainer_state
 
 if TYPE_CHECKING:
@@ -175,6 +176,7 @@ class Trainer:
         # Without cores: it waits for ranks and explorers, which compute.
         self._phases = PhaseReports(self._clock, publisher.publish, cores=0)
         self._exits.enter_context(self._phases)
+        await anyio.to_thread.run_sync(write_run_manifest, config, task.fingerprint)
         compared = config.algorithm.filters
         limits = await anyio.to_thread.run_sync(
             partial(read_answer_limits, config, reward_part=compared.needed_part)
