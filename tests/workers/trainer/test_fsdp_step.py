@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -23,6 +24,8 @@ from trinity_workers.algorithms.settings import AlgorithmConfig  # noqa: E402
 from trinity_workers.algorithms.update import policy_update, value_update  # noqa: E402
 from trinity_workers.engines.adamw import AdamWOptions  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine, frozen_policy  # noqa: E402
+from trinity_workers.engines.fsdp_context import ContextRanks  # noqa: E402
+from trinity_workers.engines.fsdp_options import FSDPOptions  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
 from trinity_workers.learning.logprobs import response_logits, response_logprobs  # noqa: E402
 from trinity_workers.learning.policy import create_policy, load_policy  # noqa: E402
@@ -64,28 +67,33 @@ def share(seed: int, rank: int, world: int) -> Batch:
     return collate(make_groups("r", seed)[rank::world], 0)
 
 
-def take_steps(rank: Rank, folder: Path, teacher: Path | None, values: dict, **options):
+def take_steps(
+    rank: Rank,
+    folder: Path,
+    teacher: Path | None,
+    values: dict,
+    *,
+    memory: FSDPOptions = FSDPOptions(),  # noqa: B008  # frozen
+    context: int = 1,
+    **options,
+):
     """Take two steps; return their metrics, the last gradients and the weights, in full."""
     torch.manual_seed(0)
     settings = settings_of(values)
-    policy = FSDPEngine(
-        folder, device=CPU, learning_rate=RATES, adamw=AdamWOptions(max_grad_norm=GRADIENT_NORM)
-    )
+    ranks = ContextRanks.of(context, CPU)
+    common = {"device": CPU, "options": msgspec.structs.replace(memory, context=ranks)}
+    trained = common | {"adamw": AdamWOptions(max_grad_norm=GRADIENT_NORM)}
+    policy = FSDPEngine(folder, learning_rate=RATES, **trained)
     critic = None
     if settings.critic.use:
-        critic = FSDPEngine(
-            folder,
-            device=CPU,
-            learning_rate=CRITIC_RATE,
-            adamw=AdamWOptions(max_grad_norm=GRADIENT_NORM),
-            load=load_critic,
-        )
+        critic = FSDPEngine(folder, learning_rate=CRITIC_RATE, load=load_critic, **trained)
     needs_reference = "reference_logprobs" in settings.needed_fields
-    reference = frozen_policy(folder, device=CPU) if needs_reference else None
-    teaches = frozen_policy(teacher, device=CPU) if settings.needs_teacher else None
+    reference = frozen_policy(folder, **common) if needs_reference else None
+    teaches = frozen_policy(teacher, **common) if settings.needs_teacher else None
     models = Models(policy, critic, reference, teaches)
-    step = FSDPTrainingStep(models, settings, **options)
-    metrics = [step.learn(share(seed, rank.number, rank.world)) for seed in (1, 2)]
+    step = FSDPTrainingStep(models, settings, context=ranks, **options)
+    replica, replicas = rank.number // context, rank.world // context
+    metrics = [step.learn(share(seed, replica, replicas)) for seed in (1, 2)]
     gradients, weights = {}, {}
     for prefix, engine in (("policy.", policy), ("critic.", critic)):
         if engine is not None:
@@ -126,6 +134,48 @@ def test_micro_batches_and_fused_losses_have_the_numbers_of_the_whole_batch(
 
 def _divided(rank: Rank, folder: Path, values: dict, limit: MicroBatchLimit, *, fused: bool):
     return take_steps(rank, folder, None, values, limit=limit, fused=fused)
+
+
+SHARED = {
+    "sequence-mean": (DIVIDED["sequence-mean"], {}),
+    "fused": (
+        DIVIDED["decoupled"],
+        {"fused": True, "memory": FSDPOptions(recompute=True, shard_layers_from=1)},
+    ),
+    "critic": (DIVIDED["ppo"] | {"kl": {"coefficient": 0.1}}, {"limit": MicroBatchLimit(rows=3)}),
+    "teacher": ({"advantage": "none", "loss": "divergence", "teacher": {"path": "given"}}, {}),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_ranks_that_share_sequences_have_the_numbers_of_one(
+    rank_group, policy_folder, teacher_of, name
+):
+    values, options = SHARED[name]
+    [whole] = rank_group(1)(take_steps, policy_folder, teacher_of, values, **options)
+    shared = rank_group(2)(take_steps, policy_folder, teacher_of, values, context=2, **options)
+    for metrics, gradients, weights in shared:
+        for step in (0, 1):
+            # Norms before the clip among them: AdamW would hide a factor.
+            assert metrics[step] == pytest.approx(whole[0][step], abs=1e-4, rel=1e-4)
+        assert metrics[0]["gradient_norm"] > 1e-3
+        for key, value in whole[1].items():
+            torch.testing.assert_close(gradients[key], value, atol=2e-5, rtol=1e-3)
+        for key, value in whole[2].items():
+            torch.testing.assert_close(weights[key], value, atol=1e-4, rtol=0)
+
+
+@pytest.mark.nightly
+def test_replicas_whose_ranks_share_sequences_have_the_numbers_of_whole_ones(
+    rank_group, policy_folder
+):
+    values = DIVIDED["sequence-mean"]
+    whole = rank_group(2)(take_steps, policy_folder, None, values)
+    shared = rank_group(4)(take_steps, policy_folder, None, values, context=2)
+    for metrics, _, weights in shared:
+        assert metrics[1] == pytest.approx(whole[0][0][1], abs=1e-4, rel=1e-4)
+        for key, value in whole[0][2].items():
+            torch.testing.assert_close(weights[key], value, atol=1e-4, rtol=0)
 
 
 UPDATES = {

@@ -33,6 +33,7 @@ from .adamw import AdamWOptions
 from .adapter_folder import BaseModel, check_adapters, write_adapter_description
 from .base import trained_module
 from .buffers import saved_buffers
+from .fsdp_context import check_shared
 from .fsdp_options import FSDPOptions
 from .learning_rate import LearningRate, as_learning_rate
 from .model_memory import ALL, OffloadedModel, holding, optimizer_tensors
@@ -70,6 +71,7 @@ class FSDPEngine(ShardedEngine):
     Raises:
         RecomputeRefused: if the model cannot compute its activations again.
         PackingRefused: if the model does not keep packed samples apart.
+        ContextRefused: if ranks cannot share the model's sequences.
     """
 
     def __init__(
@@ -108,9 +110,12 @@ class FSDPEngine(ShardedEngine):
             # On the rank that writes and checks it alone, as it reads all of the base.
             self._base = BaseModel.of(model_folder)
         # Other models than the policy have its layers.
-        if options.packing and (load is None or self.adapters is not None):
-            check_isolation(module, device)
-            module.reshard()  # the optimizer is of the shards
+        if load is None or self.adapters is not None:
+            if options.packing:
+                check_isolation(module, device)
+            if options.context is not None:
+                check_shared(module, options.context.group, device)
+            reshard(module)  # the optimizer is of the shards
         self._sharded_by_layers = _is_large(model, options)
         rate = optimizer = scheduler = None
         if learning_rate is not None:

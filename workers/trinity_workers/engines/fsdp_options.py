@@ -9,6 +9,7 @@ from msgspec import Struct
 from trinity_events.errors import TrinityError
 
 from ..learning.packing import pack_rows
+from .fsdp_context import ContextRanks, share_sequences
 
 
 class RecomputeRefused(TrinityError):
@@ -36,16 +37,22 @@ class FSDPOptions(Struct, frozen=True, kw_only=True):
     """If True, rows go through the model as one row without padding."""
     shard_layers_from: int = 10_000_000
     """Parameters from which each layer is gathered by itself: below, one all-gather is faster."""
+    context: ContextRanks | None = None
+    """Ranks that share this rank's sequences; None if it has them whole."""
 
     def prepare(self, model: Any) -> None:
-        """Set up recomputation and packing in a model that is not sharded yet.
+        """Set up recomputation, packing and shared sequences in a model that is not sharded yet.
 
-        Raises RecomputeRefused if the model has no recomputation.
+        Raises:
+            RecomputeRefused: if the model has no recomputation.
+            ContextRefused: if ranks cannot share the sequences of such a model.
         """
         if self.recompute:
             _recompute(model)
         if self.packing:
             pack_rows(model)
+        if self.context is not None:
+            share_sequences(model, self.context.group)
 
 
 def _recompute(model: Any) -> None:

@@ -7,7 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
+from torch.nn import functional
 
 from ..algorithms.batch import Batch
 from ..algorithms.logits import TokenStatistics, head_statistics, token_statistics
@@ -21,6 +24,7 @@ def response_statistics(
     *,
     entropy: bool = False,
     fused: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> TokenStatistics:
     """Return log-probabilities of response tokens, and entropies if asked for.
 
@@ -33,14 +37,19 @@ def response_statistics(
         entropy: Compute entropies too.
         fused: Compute them inside the model's head, chunk by chunk, so that the logits are never
             in memory at once.
+        group: Ranks with the same batch, which share the work of the head: each computes the
+            statistics of its part of the columns, and gets all of them. Collective, backward too:
+            the gradients of all ranks add up.
 
     Raises:
         BadPolicy: if they are fused, and the model has no linear head at its end.
     """
-    if fused:
-        statistics = _statistics_of_head(model, batch, temperature, entropy=entropy)
-        return statistics.masked(batch.response_mask)
-    return statistics_of_logits(response_logits(model, batch), batch, temperature, entropy=entropy)
+    own = _own_columns(batch.response_width, group)
+    compute = _statistics_of_head if fused else _statistics_of_output
+    statistics = compute(model, batch, own, temperature, entropy=entropy)
+    if group is not None:
+        statistics = _gathered(statistics, own, batch, group)
+    return statistics.masked(batch.response_mask)
 
 
 def statistics_of_logits(
@@ -54,14 +63,19 @@ def statistics_of_logits(
 def response_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Return the logits [B, R, V] that predict response tokens, with gradient."""
     # (B, R, V). The last column predicts a token after the response.
-    return _output_of_responses(model, batch)[:, :-1]
+    return _output_of_responses(model, batch, slice(0, batch.response_width))[:, :-1]
 
 
 def response_logprobs(
-    model: nn.Module, batch: Batch, temperature: float = 1.0, *, fused: bool = False
+    model: nn.Module,
+    batch: Batch,
+    temperature: float = 1.0,
+    *,
+    fused: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Return log-probabilities of response tokens, as :func:`response_statistics`."""
-    return response_statistics(model, batch, temperature, fused=fused).logprobs
+    return response_statistics(model, batch, temperature, fused=fused, group=group).logprobs
 
 
 @contextmanager
@@ -74,45 +88,89 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
         del module.forward
 
 
-def _output_of_responses(model: nn.Module, batch: Batch) -> Tensor:
-    """Return what the model's head makes of the columns before response tokens, and of the last."""
-    # The column before a token predicts it, so R + 1 columns; the head is spared the prompt's.
+def _output_of_responses(model: nn.Module, batch: Batch, columns: slice) -> Tensor:
+    """Return what the model's head makes of the columns before these response columns.
+
+    Behind those of a whole response, there is that of its last column.
+    """
+    is_whole = columns == slice(0, batch.response_width)
+    # The column before a token predicts it; the head is spared the prompt's. By their number, the
+    # model takes the last columns as a view.
+    before = torch.arange(columns.start, columns.stop) + batch.prompt_width - 1
     output: Any = model(
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask,
         position_ids=batch.position_ids,
-        logits_to_keep=batch.response_width + 1,
+        logits_to_keep=batch.response_width + 1 if is_whole else before.to(batch.input_ids.device),
         use_cache=False,
     )
     logits: Tensor = output.logits
     return logits
 
 
+def _statistics_of_output(
+    model: nn.Module, batch: Batch, columns: slice, temperature: float, *, entropy: bool
+) -> TokenStatistics:
+    """Return statistics of the logits of these response columns."""
+    tokens = batch.responses[:, columns]
+    logits = _output_of_responses(model, batch, columns)[:, : tokens.shape[1]]
+    return token_statistics(logits, tokens, temperature=temperature, entropy=entropy)
+
+
 def _statistics_of_head(
-    model: Any, batch: Batch, temperature: float, *, entropy: bool
+    model: Any, batch: Batch, columns: slice, temperature: float, *, entropy: bool
 ) -> TokenStatistics:
     """Return statistics that the model's head computes in the place of logits."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise FusedLossRefused("head", type(head).__name__)
+    tokens = batch.responses[:, columns]
     made: list[Tensor] = []
 
     def statistics(hidden: Tensor) -> Tensor:
         of_head = head_statistics(
-            hidden[:, :-1],
+            hidden[:, : tokens.shape[1]],  # without the column after a whole response
             (head.weight, head.bias),
-            batch.responses,
+            tokens,
             temperature=temperature,
             entropy=entropy,
         )
-        made.append(torch.stack([tensor for tensor in of_head if tensor is not None], dim=-1))
+        made.append(_stacked(of_head))
         return made[0]
 
     # Inside the forward pass of the model, where FSDP has gathered the head's weight.
     with forward_replaced(head, statistics):
-        output = _output_of_responses(model, batch)
+        output = _output_of_responses(model, batch, columns)
     # A model that changes its head's output, as Gemma 2 caps logits, would train on other numbers.
     if not made or output is not made[0]:
         raise FusedLossRefused("logits")
-    logprobs, *entropies = output.unbind(dim=-1)
+    return _unstacked(output)
+
+
+def _own_columns(width: int, group: dist.ProcessGroup | None) -> slice:
+    """Return the part of so many response columns whose statistics this rank computes."""
+    if group is None:
+        return slice(0, width)
+    size = -(-width // group.size())
+    start = min(group.rank() * size, width)  # a rank may have none
+    return slice(start, min(start + size, width))
+
+
+def _gathered(
+    statistics: TokenStatistics, own: slice, batch: Batch, group: dist.ProcessGroup
+) -> TokenStatistics:
+    """Return the statistics [B, R] of all ranks' columns. Collective, backward too."""
+    values = _stacked(statistics)  # (B, r, X)
+    after = batch.response_width - own.stop
+    whole = functional.pad(values, (0, 0, own.start, after))
+    return _unstacked(all_reduce(whole, group=group))
+
+
+def _stacked(statistics: TokenStatistics) -> Tensor:
+    """Return the statistics that there are as one tensor [..., X]."""
+    return torch.stack([tensor for tensor in statistics if tensor is not None], dim=-1)
+
+
+def _unstacked(values: Tensor) -> TokenStatistics:
+    logprobs, *entropies = values.unbind(dim=-1)
     return TokenStatistics(logprobs, entropies[0] if entropies else None)

@@ -21,7 +21,6 @@ from ..worker_group.dispatch import Dispatch
 from ..worker_group.megatron import MegatronWorker
 from ..worker_group.ranks import DistRankInfo
 from ..worker_group.registered import register
-from ..worker_group.worker import Worker
 from .group import RoleGroup
 
 
@@ -73,10 +72,10 @@ class RoleWorker(MegatronWorker, TrainingRank):
     _worker: TrainWorker | None = None
 
     def rank_info(self) -> DistRankInfo:
-        """Return the place of this rank; on FSDP every rank is a replica."""
+        """Return the place of this rank in the layout of its engine."""
         if self._config.trainer.on_megatron:
             return MegatronWorker.rank_info(self)
-        return Worker.rank_info(self)
+        return TrainingRank.rank_info(self)
 
     @property
     def models(self) -> Collection[ModelName]:

@@ -11,6 +11,7 @@ import torch
 
 from ...config.train_config import RunConfig
 from ...engines.fsdp import FSDPEngine, frozen_policy
+from ...engines.fsdp_context import ContextRanks
 from ...engines.fsdp_options import FSDPOptions
 from ...engines.model_memory import Part
 from ...learning.adapters import policy_loader
@@ -24,7 +25,11 @@ from .reward_tokens import reward_tokens
 
 
 def load_models(
-    config: RunConfig, device: torch.device, names: Collection[ModelName] | None = None
+    config: RunConfig,
+    device: torch.device,
+    names: Collection[ModelName] | None = None,
+    *,
+    options: FSDPOptions | None = None,
 ) -> Models:
     """Load models. Collective.
 
@@ -32,6 +37,7 @@ def load_models(
         config: The run.
         device: Device of this rank.
         names: Models to load; by default those that a training step needs.
+        options: Options of each; by default those that the configuration names.
 
     Raises:
         BadPolicy: if a folder holds no policy or no reward model, or the teacher has other tokens
@@ -41,7 +47,7 @@ def load_models(
     common: dict[str, Any] = {
         "device": device,
         "dtype": config.model.dtype,
-        "options": fsdp_options(config),
+        "options": options or fsdp_options(config, device),
     }
     folder = config.model_folder
     trainer = config.trainer
@@ -111,13 +117,21 @@ def make_step(
     config: RunConfig, device: torch.device, names: Collection[ModelName] | None = None
 ) -> FSDPTrainingStep:
     """Load models, as :func:`load_models`, and return the step that computes with them."""
-    models = load_models(config, device, names)
-    return FSDPTrainingStep.for_run(config, models, fused=config.trainer.fused_loss)
+    options = fsdp_options(config, device)
+    return FSDPTrainingStep.for_run(
+        config,
+        load_models(config, device, names, options=options),
+        fused=config.trainer.fused_loss,
+        context=options.context,
+    )
 
 
-def fsdp_options(config: RunConfig) -> FSDPOptions:
-    """Return the options of the models on FSDP, as the configuration names them."""
+def fsdp_options(config: RunConfig, device: torch.device) -> FSDPOptions:
+    """Return the options of the models on FSDP, as the configuration names them. Collective."""
     trainer = config.trainer
     return FSDPOptions(
-        recompute=trainer.recompute, cpu_offload=trainer.cpu_offload, packing=trainer.packing
+        recompute=trainer.recompute,
+        cpu_offload=trainer.cpu_offload,
+        packing=trainer.packing,
+        context=ContextRanks.of(trainer.context_parallel, device),
     )

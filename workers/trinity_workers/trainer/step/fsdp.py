@@ -19,6 +19,7 @@ from ...algorithms.settings import AlgorithmConfig
 from ...algorithms.update import Update
 from ...engines.base import resident
 from ...engines.fsdp import FSDPEngine
+from ...engines.fsdp_context import ContextRanks
 from ...learning.logprobs import (
     response_logits,
     response_logprobs,
@@ -32,28 +33,36 @@ from .division import BatchDivision
 
 
 class FSDPTrainingStep(TrainingStep):
-    """Training step of one rank, which is a replica.
+    """Training step of one rank, which is a replica, or shares the sequences of one.
 
-    Policy and critic of the models are FSDPEngines, reference and teacher sharded modules.
+    Policy and critic of the models are FSDPEngines, reference and teacher sharded modules. All are
+    of the same ``context``, where ranks share sequences.
     """
 
     def __init__(
-        self, models: Models, settings: AlgorithmConfig, *, fused: bool = False, **options: Any
+        self,
+        models: Models,
+        settings: AlgorithmConfig,
+        *,
+        fused: bool = False,
+        context: ContextRanks | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(models, settings, **options)
         self._fused = fused
+        self._group, self._replicas = (None, None) if context is None else context
         for engine in models.trained:
             engine.module.train()
 
     @property
     def _is_first_replica(self) -> bool:
-        return dist.get_rank() == 0
+        return dist.get_rank(self._replicas) == 0
 
     def _summed(self, tensor: Tensor) -> Tensor:
-        return all_reduced(tensor)
+        return all_reduced(tensor, self._replicas)
 
     def _reduced_values(self, means: Means) -> dict[str, float]:
-        return means.reduced(all_reduced).values()
+        return means.reduced(self._summed).values()
 
     # --- passes without gradients --------------------------------------------------------------
 
@@ -82,7 +91,9 @@ class FSDPTrainingStep(TrainingStep):
         }
 
     def _logprobs(self, module: Any, part: Batch) -> Tensor:
-        return response_logprobs(module, part, self._temperature, fused=self._fused)
+        return response_logprobs(
+            module, part, self._temperature, fused=self._fused, group=self._group
+        )
 
     # --- updates -------------------------------------------------------------------------------
 
@@ -92,7 +103,7 @@ class FSDPTrainingStep(TrainingStep):
         def loss(part: Batch) -> Update:
             return self._value_loss(response_values(critic.module, part), part)
 
-        return _update(critic, loss, parts, count)
+        return self._update(critic, loss, parts, count)
 
     def _update_policy(self, parts: Sequence[Batch], count: Tensor) -> Taken:
         settings, policy = self._settings, self.models.policy
@@ -105,13 +116,18 @@ class FSDPTrainingStep(TrainingStep):
                 divergence = self._divergence(logits, part)
             else:
                 current = response_statistics(
-                    policy.module, part, self._temperature, entropy=entropy, fused=self._fused
+                    policy.module,
+                    part,
+                    self._temperature,
+                    entropy=entropy,
+                    fused=self._fused,
+                    group=self._group,
                 )
             # A user's loss may fail on one rank alone, and leave the others in the backward pass.
             with together() if settings.has_own_loss else nullcontext():
                 return self._policy_loss(current, part, divergence)
 
-        return _update(policy, loss, parts, count)
+        return self._update(policy, loss, parts, count)
 
     def _divergence(self, logits: Tensor, part: Batch) -> Tensor:
         """Return the divergence of the policy from the teacher, with gradient."""
@@ -128,29 +144,29 @@ class FSDPTrainingStep(TrainingStep):
             temperature=self._temperature,
         )
 
+    def _update(
+        self,
+        engine: FSDPEngine,
+        loss_of: Callable[[Batch], Update],
+        parts: Sequence[Batch],
+        count: Tensor,
+    ) -> Taken:
+        """Take one optimizer step on a mini-batch.
 
-def _update(
-    engine: FSDPEngine,
-    loss_of: Callable[[Batch], Update],
-    parts: Sequence[Batch],
-    count: Tensor,
-) -> Taken:
-    """Take one optimizer step on a mini-batch.
-
-    Args:
-        engine: The engine.
-        loss_of: Returns the loss of a micro-batch.
-        parts: The micro-batches.
-        count: Denominator of their loss, over all ranks.
-    """
-    world, means = dist.get_world_size(), []
-    for index, part in enumerate(parts):
-        update = loss_of(part)
-        # FSDP averages gradients over ranks.
-        loss = update.loss(count, world)
-        engine.accumulate(loss, first=index == 0, last=index == len(parts) - 1)
-        means.append(update.means())
-    return Taken(reduce(operator.add, means), engine.apply_gradients())
+        Args:
+            engine: The engine.
+            loss_of: Returns the loss of a micro-batch.
+            parts: The micro-batches.
+            count: Denominator of their loss, over all replicas.
+        """
+        replicas, means = dist.get_world_size(self._replicas), []
+        for index, part in enumerate(parts):
+            update = loss_of(part)
+            # FSDP takes the mean over ranks of gradients that add up (engines.fsdp_context, 3).
+            loss = update.loss(count, replicas)
+            engine.accumulate(loss, first=index == 0, last=index == len(parts) - 1)
+            means.append(update.means())
+        return Taken(reduce(operator.add, means), engine.apply_gradients())
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from ...config.train_config import RunConfig
 from ...runtime.network import meet_through
 from ...worker_group.dispatch import Dispatch
 from ...worker_group.placement import threads
+from ...worker_group.ranks import DistRankInfo
 from ...worker_group.registered import register
 from ...worker_group.worker import Worker
 
@@ -62,6 +63,11 @@ class TrainingRank(Worker):
             timeout=self._timeout,
         )
         torch.manual_seed(config.seed)
+
+    def rank_info(self) -> DistRankInfo:
+        """Return the place of this rank: all are replicas, but for those that share sequences."""
+        replica, part = divmod(self._rank, self._config.trainer.context_parallel)
+        return DistRankInfo(tp_rank=0, dp_rank=replica, pp_rank=0, cp_rank=part)
 
 
 def compute_device(own_gpu: bool) -> torch.device:
