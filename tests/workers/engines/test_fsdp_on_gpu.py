@@ -12,14 +12,19 @@ import anyio.to_thread
 import pytest
 import torch
 
+from tests.support.experiences import make_groups
 from tests.support.gpu import needs_gpu
 from tests.support.rank_processes import Rank, RankProcesses
 from tests.support.tensors import assert_equal
 from tests.support.weight_versions import ready
 from trinity_events import Synchronizer
+from trinity_workers.algorithms.collate import collate
 from trinity_workers.engines.fsdp import FSDPEngine
+from trinity_workers.engines.fsdp_context import ContextRanks
+from trinity_workers.engines.fsdp_options import FSDPOptions
 from trinity_workers.engines.learning_rate import LearningRate
 from trinity_workers.helpers import fsdp_upload_state_dict, strategy_for
+from trinity_workers.learning.logprobs import response_logprobs
 from trinity_workers.learning.policy import load_policy
 from trinity_workers.runtime.collectives import PeerFailed, raise_together
 
@@ -163,3 +168,38 @@ def test_training_goes_on_from_a_checkpoint_of_gpus_as_if_nothing_had_happened(
     ranks(restore, tmp_path)
     ranks(take_step, 2)
     assert_equal(ranks(full_weights)[0], undisturbed)
+
+
+@pytest.fixture
+def pair(processes):
+    yield processes.group(WORLD)
+    processes.leave()
+
+
+def step_on(rank: Rank, folder: Any, dtype: str, context: int) -> tuple[torch.Tensor, float]:
+    """Return log-probabilities of one batch, and the norm of their mean's gradient."""
+    cuda = torch.device("cuda", 0)
+    ranks = ContextRanks.of(context, cuda)
+    engine = FSDPEngine(
+        folder,
+        device=cuda,
+        learning_rate=1e-3,
+        dtype=dtype,
+        options=FSDPOptions(context=ranks, shard_layers_from=1),
+    )
+    group = None if ranks is None else ranks.group
+    batch = collate(make_groups("r", 1), 0).to(cuda)
+    logprobs = response_logprobs(engine.module, batch, group=group)
+    # All have the same batch: without shared sequences, FSDP's mean is of equal gradients.
+    engine.accumulate(logprobs.sum() / batch.token_count, first=True, last=True)
+    return logprobs.detach().cpu(), engine.apply_gradients()
+
+
+@pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-4), ("bfloat16", 0.1)])
+def test_ranks_that_share_sequences_have_the_numbers_of_whole_ones(
+    pair, policy_folder, dtype, close
+):
+    whole = pair(step_on, policy_folder, dtype, 1)[0]
+    for logprobs, norm in pair(step_on, policy_folder, dtype, 2):
+        torch.testing.assert_close(logprobs, whole[0], rtol=0, atol=close)
+        assert norm == pytest.approx(whole[1], rel=close)
