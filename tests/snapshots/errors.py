@@ -3397,6 +3397,20 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "Mixes lets packed samples attend to one another: set trainer.packing false",
         ),
     ],
+    "ContextRefused": [
+        (
+            {"fault": "attention", "model": "MistralAttention", "option": "sliding_window"},
+            "MistralAttention has sliding_window, and ranks that share a sequence have plain causal attention alone: set trainer.context_parallel 1",
+        ),
+        (
+            {"fault": "logits", "model": "Odd"},
+            "Odd computes other logits where ranks share its sequences: set trainer.context_parallel 1",
+        ),
+        (
+            {"fault": "class", "model": "GPT2Model"},
+            "ranks cannot share the sequences of GPT2Model, whose attention is not of transformers' interface: set trainer.context_parallel 1",
+        ),
+    ],
     "UnsupportedModel": [
         (
             {"model_type": "gpt2", "supported": ("qwen2", "llama")},

@@ -191,8 +191,16 @@ CONTRADICTIONS: list[tuple[str, dict[str, object]]] = [
         {"trainer.distributed_optimizer": True, "trainer.engine": "fsdp"},
     ),
     (
-        "trainer: {context_parallel: 2}",
-        {"trainer.context_parallel": 2, "trainer.engine": "fsdp"},
+        "trainer: {engine: verl, context_parallel: 2}",
+        {"trainer.context_parallel": 2, "trainer.engine": "verl"},
+    ),
+    (
+        "trainer: {context_parallel: 2, ranks: 3}",
+        {"trainer.context_parallel": 2, "trainer.ranks": 3},
+    ),
+    (
+        "trainer: {context_parallel: 2, packing: true}",
+        {"trainer.packing": True, "trainer.context_parallel": 2},
     ),
     (
         "trainer: {sequence_parallel: true}",

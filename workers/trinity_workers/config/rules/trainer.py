@@ -32,6 +32,13 @@ _NO_OPTION = "{=trainer.engine} has no such option"
 def _find_indivisible_ranks(values: Values) -> Contradictions:
     trainer = values["trainer"]
     if not trainer.on_megatron:
+        if trainer.rank_count % trainer.context_parallel:
+            yield (
+                ("trainer.context_parallel", "trainer.ranks"),
+                f"{trainer.rank_count} trainers cannot be divided into groups of "
+                f"{trainer.context_parallel} ({{trainer.context_parallel}}): choose "
+                "{trainer.ranks} as a multiple",
+            )
         return
     tensor = trainer.tensor_parallel or 1
     if trainer.expert_parallel > 1 and tensor > 1 and not trainer.sequence_parallel:
@@ -140,11 +147,12 @@ RULES: tuple[Rule, ...] = (
         _NO_OPTION,
     ),
     OnlyWhen(
-        "trainer.virtual_pipeline trainer.expert_parallel trainer.context_parallel "
-        "trainer.sequence_parallel trainer.distributed_optimizer trainer.rollout_tensor_parallel",
+        "trainer.virtual_pipeline trainer.expert_parallel trainer.sequence_parallel "
+        "trainer.distributed_optimizer trainer.rollout_tensor_parallel",
         _MEGATRON,
         _NO_OPTION,
     ),
+    OnlyWhen("trainer.context_parallel", _OWN_ENGINE, _NO_OPTION),
     Requires(
         _VERL_MEGATRON,
         is_any("model.dtype", "bfloat16"),
@@ -162,6 +170,13 @@ RULES: tuple[Rule, ...] = (
         "it is for ranks that generate",
     ),
     OnlyWhen("trainer.cpu_offload trainer.packing", _FSDP, _NO_OPTION),
+    Requires(
+        is_at_least("trainer.context_parallel", 2),
+        is_any("trainer.packing", False),
+        "{trainer.packing} makes one row of all, and {trainer.context_parallel} ranks share each "
+        "row as it is",
+        "set {trainer.packing} false, or {trainer.context_parallel} 1",
+    ),
     OnlyWhen(f"trainer.fused_loss trainer.colocated {_POLICY}", _OWN_ENGINE, _NO_OPTION),
     OnlyWhen(
         f"{_POLICY} {_CRITIC} {_REFERENCE}",

@@ -42,7 +42,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     expert_parallel: Positive = 1
     """On Megatron, ranks that share the experts of a layer."""
     context_parallel: Positive = 1
-    """On Megatron, ranks that share each sequence: long rows then take less memory on each."""
+    """On FSDP and Megatron, ranks that share each sequence: long rows then take less memory on
+    each."""
     sequence_parallel: bool = False
     """On Megatron, let tensor-parallel ranks also share the activations between layers. Experts
     that are spread together with tensors need it."""

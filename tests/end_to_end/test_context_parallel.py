@@ -1,0 +1,38 @@
+"""`trainer.context_parallel` on FSDP: a whole run whose ranks share sequences, and generate."""
+
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("ray", reason="Ray is not installed")
+
+from tests.support.run_processes import small_run
+
+pytestmark = [pytest.mark.heavy, pytest.mark.processes, pytest.mark.ray]
+
+STEPS = 2
+
+
+def test_ranks_that_share_sequences_train_generate_and_save(
+    cli, redis_url, run_id, tmp_path, policy_folder
+):
+    file = small_run(
+        tmp_path,
+        policy_folder,
+        trainer={"ranks": 2, "context_parallel": 2, "colocated": True, "fused_loss": True},
+        sync={"max_staleness": 0},
+        checkpoints={"interval": STEPS},
+        steps=STEPS,
+    )
+    place = ("--run", run_id, "--redis-url", redis_url, "--checkpoint-root", str(tmp_path))
+    result = cli("train", str(file), *place, "--json", timeout=300)
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout)["log"]
+    assert (summary["steps"], summary["failures"]) == (STEPS, 0)
+    # All rows were trained on once: replicas, not ranks, share them.
+    audit = cli("audit", run_id, "--redis-url", redis_url)
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+    again = cli("train", str(file), *place, "--set", f"steps={STEPS + 1}", "--json", timeout=300)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["log"]["steps"] == 1, "it goes on behind the last step"
