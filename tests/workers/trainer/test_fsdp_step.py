@@ -165,7 +165,9 @@ def test_ranks_that_share_sequences_have_the_numbers_of_one(
             torch.testing.assert_close(weights[key], value, atol=1e-4, rtol=0)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(
+    "workers/trainer/test_fsdp_step.py::test_ranks_that_share_sequences_have_the_numbers_of_one"
+)
 def test_replicas_whose_ranks_share_sequences_have_the_numbers_of_whole_ones(
     rank_group, policy_folder
 ):

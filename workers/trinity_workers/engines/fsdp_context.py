@@ -190,8 +190,11 @@ def _attend(
             module, query, key, value, attention_mask, **options
         )
         return attended
+    columns_first = [tensor.permute(2, 0, 1, 3) for tensor in (query, key, value)]
     shared = causal_attention(
-        *(tensor.permute(2, 0, 1, 3) for tensor in (query, key, value)),
+        columns_first[0],
+        columns_first[1],
+        columns_first[2],
         sequence_group,
         scale=options.get("scaling"),
         dropout=options.get("dropout", 0.0),

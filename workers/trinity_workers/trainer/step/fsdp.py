@@ -50,7 +50,9 @@ class FSDPTrainingStep(TrainingStep):
     ) -> None:
         super().__init__(models, settings, **options)
         self._fused = fused
-        self._group, self._replicas = (None, None) if context is None else context
+        # None is the group of all ranks, and of none that share sequences.
+        self._group = None if context is None else context.group
+        self._replicas = None if context is None else context.replicas
         for engine in models.trained:
             engine.module.train()
 
