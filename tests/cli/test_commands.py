@@ -271,7 +271,7 @@ async def test_status_says_in_a_sentence_that_nobody_is_there_and_runs_in_a_word
 def _trainer_in_runs(cli, run_id):
     shown = cli("runs").stdout.splitlines()
     [line] = [text_line for text_line in shown if text_line.startswith(run_id)]
-    return line.split()[4]
+    return line.split()[3]
 
 
 async def test_runs_lists_the_run(cli, finished_run):

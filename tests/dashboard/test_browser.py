@@ -54,7 +54,11 @@ PAINTED = """(() => {
 def test_the_demo_is_read_and_scrubbed_by_keyboard_alone(page, address):
     page.open(address)
     page.wait_for("document.querySelector('.headline h1')?.innerText.includes('trainer-0 waits')")
-    assert "reward-1 reports no wait" in page.text(".cause")
+    assert "reward-1 reports no wait" in page.text(".headline .cause")
+    # Learning first, and what the run has reached.
+    assert page.text(".tiles").split()[0] == "reward"
+    assert "Step 120 · " in page.text(".progress-line")
+    assert page.evaluate("document.querySelectorAll('.learning svg path').length") >= 8
     assert page.evaluate("document.querySelectorAll('.cells button').length") == DEMO.explorers
     page.wait_for(PAINTED)
     page.press(",")
@@ -159,7 +163,7 @@ async def test_a_running_run_is_followed(client, log, run_id, page):
         publisher = AsyncPublisher(log, 1, new_producer("trainer"))
         await publisher.publish(TrainerStatusChanged(status="running", step=4321))
         await _in_thread(
-            page.wait_for, "document.querySelector('.tiles')?.innerText.includes('4,321')"
+            page.wait_for, "document.querySelector('main')?.innerText.includes('4,321')"
         )
         rows = "document.querySelectorAll('.explorers tbody tr').length"
         assert await _in_thread(page.evaluate, rows) == SMALL.explorers
@@ -169,7 +173,7 @@ async def test_a_running_run_is_followed(client, log, run_id, page):
         await _in_thread(page.wait_for, "document.querySelector('.headline .link')")
         await _in_thread(page.evaluate, "document.querySelector('.headline .link').click()")
         await _in_thread(page.wait_for, "document.querySelector('.banner')")
-        assert "4,321" in await _in_thread(page.text, ".tiles")
+        assert "4,321" in await _in_thread(page.text, "main")
         assert "failed" not in await _in_thread(page.text, ".headline")
         assert await _in_thread(page.evaluate, "document.title") != "taken"
         assert page.problems == []

@@ -15,8 +15,9 @@ from trinity_events.analysis.proof import Proof
 from trinity_events.core import MonitorState
 from trinity_events.core.fold import Monitor
 from trinity_events.core.fold_state import format_producer
-from trinity_events.dashboard import search, timeline
+from trinity_events.dashboard import queries, search, timeline
 from trinity_events.dashboard.board import RecordedRuns
+from trinity_events.dashboard.series import sample
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
 from trinity_events.dashboard.sources import RecordedSource
 from trinity_events.dashboard.state_view import format_weights_proof
@@ -265,6 +266,31 @@ async def test_versions_of_the_past_are_those_of_the_log_up_to_then(demo):
     applied = {(past["versions"][cell[0]][1], cell[1]) for cell in past["cells"]}
     assert {(step, name) for name, step in serves.items()} <= applied
     assert max(cell[2] for cell in past["cells"]) <= position(ENTRIES[3632].id)[0] / 1000
+
+
+async def test_learning_is_a_sample_of_the_figures_that_ends_at_the_newest_step(demo):
+    figures = (await demo.json(f"{RUN}/figures"))["metrics"]
+    learning = (await demo.json(f"{RUN}/learning"))["metrics"]
+    names = {"reward": "reward/mean", "response length": "response_length", "KL": "kl"}
+    assert learning.keys() == {*names, "entropy"}
+    for label, name in names.items():
+        assert len(learning[label]) <= queries._SPARKS
+        assert learning[label][-1][:2] == figures[name][-1][:2]
+
+
+@pytest.mark.parametrize("number", [0, 1, 159, 160, 161, 1000])
+def test_a_sample_has_the_mean_of_all_points(number):
+    sampled = sample([(1, step, float(step)) for step in range(number)], 160)
+    assert len(sampled) <= 160
+    assert [point[1] for point in sampled] == sorted({point[1] for point in sampled})
+    assert not number or sampled[-1][1] == number - 1
+
+
+async def test_an_open_run_with_failures_is_shown_with_its_troubles(demo):
+    now = await demo.json(f"{RUN}/now")
+    words = {words: number for number, words, _ in now["troubles"]}
+    assert words["weights refused"] == now["refused"]
+    assert now["learning"]["pace"] > 0
 
 
 async def test_causes_of_the_past_are_those_that_the_log_tells(demo):

@@ -69,7 +69,7 @@ def test_a_failed_checkpoint_is_a_line_at_once_and_in_the_table_of_an_interrupte
     assert rows["run"] == run_id
     assert "INTERRUPTED" in rows
     assert re.match(r"of step \d+ \(checkpoint", rows["FAILED saves"])
-    assert rows["newest ready"] == "no checkpoint"
+    assert rows["checkpoints"] == "0 ready; no checkpoint to resume from"
     again = f"from step 1: TRINITY_HOME={os.environ['TRINITY_HOME']} trinity-events train"
     assert f"{again} {tmp_path}/small.yaml --run {run_id}" in " ".join(out.split())
     assert json.loads(cli("replay", run_id, "--json").stdout)["closed"] == "interrupted"

@@ -1,6 +1,8 @@
 """The full-screen view, by textual's own pilot over a real log, and once in a real terminal."""
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,8 +23,11 @@ from trinity_events.replay import follow_state
 from trinity_events.views.watch import WatchApp
 from trinity_schemas import (
     AppliedPhases,
+    EvaluationFailed,
+    EvaluationFinished,
     ExplorerStatusChanged,
     StepRef,
+    StepTrained,
     WaitStarted,
     WeightsApplied,
 )
@@ -176,6 +181,69 @@ async def test_a_server_that_goes_away_is_told_and_asked_again(run):
         await until(shows(app, "the server does not answer (it is away)"))
         await until(shows(app, "explorer-3"))
         await until(lambda: not app.fault)
+
+
+async def test_it_leads_with_step_pace_and_reward(publisher, log):
+    mean = {"mean": 0.41, "mean_low": 0.38, "mean_high": 0.45}
+    await publisher.publish(
+        EvaluationFinished(name="held-out", version=StepRef(1, 0), metrics=mean, seconds=1.0)
+    )
+    for step in range(1, 31):
+        await publisher.publish(StepTrained(step=step, metrics={"reward": step / 30}))
+    app = WatchApp(log.run_id, partial(follow_state, log))
+    async with app.run_test(size=(80, 50)) as pilot:
+        await until(shows(app, "step 30"))
+        await pilot.pause()
+        [reward] = [line for line in text_of(app) if "reward: " in line]
+        assert "0.183 at first, 0.85 now" in reward
+        assert reward.index("▁") < reward.index("█")
+        assert shows(app, "held-out: 0.41 (0.38 to 0.45) at step 0", " a step")()
+
+
+async def test_before_the_first_step_it_shows_what_the_start_waits_for(publisher, log):
+    await publisher.publish(WaitStarted(wait_id="w", what="setup of its ranks"))
+    app = WatchApp(log.run_id, partial(follow_state, log))
+    async with app.run_test(size=(80, 50)):
+        await until(shows(app, "starting: trainer-0 waits for setup of its ranks, opened"))
+
+
+async def test_what_a_person_must_look_at_is_not_shown_as_nothing(publisher, log):
+    await publisher.publish(
+        EvaluationFailed(name="held-out", version=StepRef(1, 0), reason="no explorer")
+    )
+    app = WatchApp(log.run_id, partial(follow_state, log))
+    async with app.run_test(size=(80, 50)):
+        await until(shows(app, "1 evaluations failed (held-out)."))
+        assert not shows(app, "nothing failed")()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("hang_up", [signal.SIG_DFL, signal.SIG_IGN])
+def test_it_ends_when_its_terminal_goes(run, redis_url, hang_up):
+    terminal, side = os.openpty()
+    command = (sys.executable, "-m", "trinity_events", "watch", run.run_id)
+    # Of a shell, whose terminal controls its session, and that may ignore SIGHUP as nohup does.
+    leads = "import os, fcntl, termios, sys, signal; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    leads += f"signal.signal(signal.SIGHUP, signal.{hang_up.name}); "
+    leads += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    process = subprocess.Popen(
+        (sys.executable, "-c", leads, *command[1:], "--redis-url", redis_url),
+        stdin=side,
+        stdout=side,
+        stderr=side,
+        start_new_session=True,
+        env={**os.environ, "TERM": "xterm-256color"},
+    )
+    os.close(side)
+    try:
+        shown = b""
+        while b"explorer-3" not in shown:
+            shown += os.read(terminal, 1 << 16)
+        os.close(terminal)
+        assert process.wait(PATIENCE) in (0, 1, 128 + signal.SIGHUP)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_without_a_terminal_it_names_other_commands(cli):

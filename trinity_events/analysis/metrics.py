@@ -38,7 +38,8 @@ MEASURED = (
     EvaluationFinished,
 )
 """Types of the events that tell metrics."""
-_OF_ROLLOUTS = frozenset({"reward", "score", "response_tokens", "response_length"})
+_OF_ROLLOUTS = frozenset({"reward", "reward_std", "score", "rollout_entropy"})
+_GROUPS_OF_ROLLOUTS = ("response_", "reward_parts/")
 _OFF_POLICY = ("rollout_corr/", "staleness", "mixed_versions")
 _OPENED = 64
 """Versions whose opening is remembered, for explorers that apply them late."""
@@ -147,7 +148,8 @@ def format_metric_name(name: str) -> str:
     if name.startswith(_OFF_POLICY):
         # As veRL's metrics of rollout correction, without their prefix.
         return f"off_policy/{name.removeprefix('rollout_corr/')}"
-    return f"rollout/{name}" if name in _OF_ROLLOUTS else f"train/{name}"
+    is_of_rollouts = name in _OF_ROLLOUTS or name.startswith(_GROUPS_OF_ROLLOUTS)
+    return f"rollout/{name}" if is_of_rollouts else f"train/{name}"
 
 
 def _evaluated(event: EvaluationFinished) -> dict[str, float]:

@@ -8,9 +8,9 @@ from msgspec import UNSET
 from ..core import MonitorState
 from ..errors import KeyConflict
 from ..liveness import abandoned_since
-from ..log import RedisEventLog, list_runs
+from ..log import RedisEventLog, list_runs, position
 from ..replay import SnapshotUnreadable, current_state
-from ..views import runs_table, seconds
+from ..views import format_run_hints, runs_table, seconds
 from ..views.documents import Prompts, RunRow
 from ..views.terminal import print_err, print_out
 from .options import Json, RedisUrl, console, open_client, print_json
@@ -32,8 +32,10 @@ def runs(redis_url: RedisUrl = None, as_json: Json = False) -> None:
     elif rows:
         shown = console()
         # In a terminal narrower than the ids and some columns, lines break.
-        shown.width = max(shown.width, 57 + max(len(state.run_id) for state, _ in rows))
+        shown.width = max(shown.width, 72 + max(len(state.run_id) for state, _ in rows))
         shown.print(runs_table(rows))
+        for hint in format_run_hints(rows):
+            print_out(hint, lines=False)
     else:
         print_out("No runs yet. Start one with: trinity-events demo")
 
@@ -67,6 +69,9 @@ def _row(state: MonitorState, since: int | None) -> RunRow:
         epoch=state.epoch,
         trainer=state.trainer_status,
         step=state.trainer_step,
+        last_event_at=seconds(position(state.position)[0] if state.entries else None),
+        reward=state.learning.reward,
+        total_steps=state.learning.total_steps,
         ready={kind: pointer.at for kind, pointer in state.ready.items()},
         prompts=UNSET
         if ledger is None

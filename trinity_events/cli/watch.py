@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import sys
 import time
+from contextlib import suppress
 from functools import partial
+from threading import Thread, Timer
 from typing import TYPE_CHECKING
 
 import anyio
@@ -19,6 +24,10 @@ from .options import OptionalRun, RedisUrl, open_client
 
 if TYPE_CHECKING:
     from ..views.watch import WatchApp
+
+
+_ENDS_WITHIN = 3.0
+"""Seconds for an orderly end once the terminal is gone: that takes less than one."""
 
 
 class CannotWatch(TrinityError):
@@ -52,4 +61,24 @@ async def _watch(app: type[WatchApp], redis_url: str | None, run: str | None) ->
         async def read_panel() -> tuple[LiveFacts, list[DeadLetter]]:
             return await read_lags(client, log), await log.dead_letters(last=1)
 
-        await app(log.run_id, partial(follow_state, log), ahead, read_panel).run_async()
+        screen = app(log.run_id, partial(follow_state, log), ahead, read_panel)
+        Thread(target=_exit_with_terminal, args=(screen,), name="terminal", daemon=True).start()
+        await screen.run_async()
+
+
+def _exit_with_terminal(screen: WatchApp) -> None:
+    """Wait until the terminal is gone, and end the view.
+
+    SIGHUP does not do that where a shell or nohup ignores it, nor in a terminal that does not
+    control the session: textual then reads an end of file again and again, at full speed.
+    """
+    terminal = select.poll()
+    terminal.register(sys.stdin.fileno(), 0)  # a hang-up is reported whatever is asked for
+    terminal.poll()
+    # SIGHUP may have ended the view in the middle of a step that does not survive it. Nothing is
+    # lost: the command only reads, and no terminal is left to be restored.
+    end = Timer(_ENDS_WITHIN, os._exit, (128 + signal.SIGHUP,))
+    end.daemon = True
+    end.start()
+    with suppress(RuntimeError):  # it ends already
+        screen.call_from_thread(screen.exit)

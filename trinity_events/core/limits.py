@@ -11,6 +11,11 @@ KEPT_SETS = 64
 """Sets of held-out questions whose evaluations are known."""
 KEPT_RESULTS = 64
 """Metrics kept of the last evaluation of a set."""
+# Even: pairs become one point.
+KEPT_REWARDS = 48
+"""Points of the mean reward at which pairs become one; a sparkline has no more columns."""
+KEPT_STEP_TIMES = 20
+"""Last trained steps by whose times the pace is known."""
 KEPT_BASES = 64
 """Distinct base versions stored for one delta version; ranks may have different bases."""
 KEPT_STEPS = 128

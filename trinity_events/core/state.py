@@ -28,6 +28,7 @@ from trinity_schemas import (
 
 from ..checkpoints.layout import parse_staged_folder
 from ..errors import StructuredError
+from .learning import Learning
 from .ledger import Ledger
 from .ordinal_ranges import Range
 
@@ -408,6 +409,8 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     trainer_step: int = 0
     trainer_lease: ProcessLease | None = None
     """Lease of the trainer, while it runs and renews one."""
+    learning: Learning = field(default_factory=Learning)
+    """Rewards and pace of the trained steps."""
     changed_settings: list[SettingChange] = field(default_factory=list)
     """Settings of the current epoch that differ from the epoch that it resumes."""
     skipped_checkpoints: list[SkippedCheckpoint] = field(default_factory=list)

@@ -250,6 +250,7 @@ _ANSWERS: dict[str, Answer] = {
     "overview": _plain(queries.get_overview),
     "versions": _versions,
     "figures": _plain(queries.get_figures),
+    "learning": _plain(queries.get_learning),
     "dead": _plain(queries.get_dead_letters),
     "at": _at,
     "timeline": _timeline,

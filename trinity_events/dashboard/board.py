@@ -12,12 +12,13 @@ import anyio.abc
 import redis.asyncio
 from msgspec import Struct
 
+from ..analysis.troubles import find_troubles
 from ..archive import Archive
 from ..core import MonitorState
 from ..core.ordinal_ranges import count
 from ..errors import KeyConflict, RunNotFound, TrinityError
 from ..liveness import abandoned_since
-from ..log import RedisEventLog, list_runs, require_run
+from ..log import RedisEventLog, list_runs, position, require_run
 from ..replay import SnapshotUnreadable, current_state
 from .run_reader import RunReader
 from .sources import DashboardSource, RecordedSource, ServerSource
@@ -142,12 +143,16 @@ def build_summary(state: MonitorState) -> dict[str, Any]:
         "run": state.run_id,
         "epoch": state.epoch,
         "step": state.trainer_step,
+        "steps": state.learning.total_steps,
+        "reward": state.learning.reward,
+        "heard_at": position(state.position)[0] if state.entries else None,
+        "command": None if state.is_closed_for_good else state.command,
         "trainer": state.trainer_status,
         "opened_at": state.opened_at,
         "entries": state.entries,
         "explorers": len(state.explorers) + count(state.unlisted_explorers),
         "ready": {kind: pointer.at.step for kind, pointer in state.ready.items()},
-        "problems": sum(state.anomaly_counts.values()) + state.refused + state.dead_letters,
+        "problems": sum(trouble.count for trouble in find_troubles(state)),
     }
 
 

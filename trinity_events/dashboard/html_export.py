@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 STATIC = Path(__file__).parent / "static"
 MODULES = (
-    *("format.js", "source.js", "runs.js", "overview.js", "versions.js", "figures.js"),
+    *("format.js", "source.js", "runs.js", "learning.js", "overview.js", "versions.js"),
+    "figures.js",
     *(
         "ledger.js",
         "health.js",
@@ -81,6 +82,7 @@ async def _data(reader: RunReader) -> dict[str, Any]:
         "overview": await queries.get_overview(reader),
         "versions": await queries.get_versions(reader),
         "figures": await queries.get_figures(reader),
+        "learning": await queries.get_learning(reader),
         "dead": await queries.get_dead_letters(reader),
         "timeline": await _timeline(reader),
         "states": await _states(reader),

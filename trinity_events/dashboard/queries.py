@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import islice
 from typing import Any
 
@@ -34,11 +35,23 @@ from .categories import CATEGORIES, TYPES, find_category, find_step
 from .history import History
 from .run_reader import RunReader
 from .search import FOUND, SEARCHED, format_fields
-from .series import Figures, Version
+from .series import Figures, Version, sample
 from .state_view import build_causes, build_view, compare_digests, format_weights_proof
 
 _MATRIX = 24
 """Versions of the matrix, the last ones."""
+_SPARKS = 160
+"""Points of a metric in the overview: about as many as its picture has pixels."""
+_HELD_OUT = re.compile(r"eval/[^/]+/mean")
+_HELD_OUT_SETS = 2
+"""Sets of held-out questions in the overview; the figures have them all."""
+_LEARNING = {
+    "reward": ("reward", "reward/mean"),
+    "response length": ("response_length", "response_tokens"),
+    "entropy": ("entropy", "rollout_entropy"),
+    "KL": ("kl", "kl_loss", "approx_kl", "ppo_kl"),
+}
+"""Words of the overview to the metrics that may have them, the first that a run reports."""
 _BEFORE = 8000
 """Entries before a moment of the past from which its versions are read."""
 
@@ -335,6 +348,37 @@ def build_goodput(reader: GoodputReader, now: float) -> dict[str, Any] | None:
         "waste": list(format_waste(goodput)),
         "slow": list(format_stragglers(goodput.stragglers)),
     }
+
+
+async def get_learning(reader: RunReader) -> dict[str, Any]:
+    """Return the metrics by which a user sees if a run learns, each with its last points.
+
+    The overview asks for them again and again: they are a dozen kilobytes, and all figures may be
+    megabytes.
+    """
+    run_figures = (await reader.indexed()).figures
+    metrics = run_figures.metrics
+    goodput = build_goodput(run_figures.goodput, reader.now / 1000)
+    held_out = sorted(name for name in metrics if _HELD_OUT.fullmatch(name))
+    shown = {
+        label: next((name for name in names if name in metrics), None)
+        for label, names in _LEARNING.items()
+    }
+    shown |= {_format_set(name): name for name in held_out[:_HELD_OUT_SETS]}
+    return {
+        "metrics": {
+            label: sample(metrics[name].points(), _SPARKS)
+            for label, name in shown.items()
+            if name is not None
+        },
+        "goodput": None if goodput is None else [goodput["words"], *goodput["waste"][:1]],
+    }
+
+
+def _format_set(metric: str) -> str:
+    """Return the words for the mean reward of a set; every set's begin in the same way."""
+    name = metric.split("/")[1]
+    return name if name.startswith("held-out") else f"held-out {name}"
 
 
 async def get_dead_letters(reader: RunReader) -> dict[str, Any]:

@@ -72,6 +72,14 @@ class Series:
         return [*self._points, *([_mean(self._pending)] if self._pending else [])]
 
 
+def sample(points: list[tuple[int, int, float]], most: int) -> list[tuple[int, int, float]]:
+    """Return at most some points, each the mean of neighbours, the newest at its step."""
+    size = -(-len(points) // most) if points else 1
+    # From the end, so that the newest points are full.
+    starts = range(len(points) % size - size if len(points) % size else 0, len(points), size)
+    return [_mean(points[max(0, start) : start + size]) for start in starts]
+
+
 def _mean(points: list[tuple[int, int, float]]) -> tuple[int, int, float]:
     epoch, step, _ = points[-1]
     # At the step of the last value: the curve ends where the run is.

@@ -10,6 +10,7 @@ from trinity_schemas import StepRef, WeightsProof
 from ..analysis.causes import MOST_CAUSES, LiveFacts, find_causes, is_lasting
 from ..analysis.explain import format_unfinished
 from ..analysis.failures import failures
+from ..analysis.troubles import find_troubles
 from ..core import MonitorState
 from ..core.completeness import count_registered
 from ..core.fold_state import format_producer, format_slot
@@ -49,6 +50,11 @@ def build_view(state: MonitorState, now: int, digests: Mapping[StepRef, str]) ->
         "closed_at": state.closed_at,
         "trainer": state.trainer_status,
         "step": state.trainer_step,
+        "learning": _learning(state),
+        "troubles": [
+            [trouble.count, trouble.words, trouble.serious] for trouble in find_troubles(state)
+        ],
+        "command": None if state.is_closed_for_good else state.command,
         "transport": None if state.transport is None else state.transport.name,
         "strategy": state.strategy,
         "waits": _waits(state, now),
@@ -83,6 +89,16 @@ def build_view(state: MonitorState, now: int, digests: Mapping[StepRef, str]) ->
             [name, consumer.position, consumer.pending, consumer.idle]
             for name, consumer in state.detached.items()
         ],
+    }
+
+
+def _learning(state: MonitorState) -> dict[str, Any]:
+    learning = state.learning
+    return {
+        "steps": learning.total_steps,
+        "pace": learning.seconds_per_step,
+        "left": learning.seconds_left(state.trainer_step),
+        "trained_at": learning.step_times[-1] if learning.step_times else None,
     }
 
 

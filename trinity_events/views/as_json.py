@@ -19,6 +19,9 @@ def state_as_json(state: MonitorState) -> dict[str, Any]:
     """Return the state as plain dictionaries and lists, with seconds for its milliseconds."""
     built: dict[str, Any] = msgspec.to_builtins(state, str_keys=True)
     _in_seconds(built, *_OF_RUN)
+    learning = built.get("learning", {})
+    if "step_times" in learning:
+        learning["step_times"] = [seconds(at) for at in learning["step_times"]]
     for wait in built.get("waits", {}).values():
         _in_seconds(wait, "since", "heard_at")
     for explorer in built.get("explorers", {}).values():

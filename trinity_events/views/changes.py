@@ -7,8 +7,8 @@ from typing import Any
 
 from ..analysis.changes import Change
 
-BOOKKEEPING = frozenset({"position", "entries", "sequences", "announced"})
-"""Fields of a state that change with every event, and tell nothing of the run."""
+BOOKKEEPING = frozenset({"position", "entries", "sequences", "announced", "learning"})
+"""Fields that change with every event or step; metrics by step are what `plot` is for."""
 _LONGEST = 120
 """Maximum characters of a value in a line."""
 

@@ -46,6 +46,12 @@ class RunRow(_Document, frozen=True):
     trainer: str | None
     """Status of the trainer, or the reason with which the run was closed."""
     step: int
+    last_event_at: float | None
+    """Unix seconds."""
+    reward: float | None
+    """Mean reward of the last steps; null if none reported one."""
+    total_steps: int | None
+    """Steps after which the run ends; null if its configuration names none."""
     ready: dict[Kind, StepRef]
     """Newest ready step of each kind."""
     prompts: Prompts | UnsetType = UNSET

@@ -13,13 +13,15 @@ from rich.text import Text
 from ..analysis.causes import LiveFacts
 from ..analysis.explain import format_unfinished
 from ..analysis.failures import failures
+from ..analysis.troubles import find_troubles
 from ..core import MonitorState
 from ..core.fold_state import format_slot
-from ..core.handlers.waits import find_wait_chains
+from ..core.handlers.waits import chained_waits, find_wait_chains
 from ..core.ordinal_ranges import count as count_ordinals
 from ..core.refusals import suspects
 from ..core.state import KINDS
 from ..log import DeadLetter, position
+from .learning import format_held_out, format_pace, format_reward, format_step
 from .status import format_age, format_ready_step, format_trainer_status
 from .terminal import visible
 
@@ -32,32 +34,67 @@ _LONGEST_NAME = 20
 """Columns of the name of a consumer group."""
 _GROUPS = 8
 """Maximum consumer groups of the panel of lags; the others are counted."""
+_SENTENCES = frozenset({"run failed", "saves failed", "weights refused"})
+"""Troubles of which the panel has sentences that say more."""
 _REDUCER_LATE = 2_000
 """Milliseconds from which an entry that no reducer has folded is shown: some wait at any moment."""
 
 
 def head_panel(state: MonitorState, now: int) -> RenderableType:
-    """Return the panel of the run: its step, its ready steps and its last event."""
+    """Return the panel of the run: its step, its reward, its ready steps and its last event."""
     heard = format_age(now - position(state.position)[0]) if state.entries else _NO_TIME
     ready = "  ".join(f"{kind} {format_ready_step(state, kind)}" for kind in KINDS)
     lines = [
         Text.assemble(
             (visible(state.run_id), "bold"),
-            f"  epoch {state.epoch}  {format_trainer_status(state)} at step ",
-            (str(state.trainer_step), "bold"),
+            f"  {format_trainer_status(state)}  ",
+            (format_step(state), "bold"),
+            f"  {format_pace(state)}",
             ("  last event ", "dim"),
             heard,
         ),
-        Text.assemble(("ready: ", "dim"), ready),
     ]
+    if reward := format_reward(state):
+        lines.append(Text.assemble(("reward: ", "dim"), (reward, "bold")))
+    elif state.closed is None and not state.trainer_step:
+        lines += _start_lines(state, now)
+    lines += [
+        Text.assemble((f"{name}: ", "dim"), visible(held_out, lines=False))
+        for name, held_out in format_held_out(state)
+    ]
+    lines.append(Text.assemble(("ready: ", "dim"), ready, ("  epoch ", "dim"), str(state.epoch)))
     if state.ledger is not None:
         lines.append(Text.assemble(("prompts: ", "dim"), visible(state.ledger.format_sums())))
     return Group(*lines)
 
 
+def _start_lines(state: MonitorState, now: int) -> list[Text]:
+    """Return the lines of a run that has trained no step yet: what it waits for, and who is there.
+
+    Every start waits for minutes: a new user would take that for a run that hangs.
+    """
+    since = "" if state.opened_at is None else f", opened {format_age(now - state.opened_at)}"
+    waits = [f"{wait.by} waits for {wait.what}" for wait, _ in chained_waits(state, now)]
+    doing = waits[0] if waits else "no process has reported a wait"
+    lines = [
+        Text.assemble(("starting: ", "dim"), (visible(f"{doing}{since}", lines=False), "bold"))
+    ]
+    present = sorted(state.hosts.keys() | state.explorers.keys())
+    if present:
+        more = f" and {len(present) - _LINES} more" if len(present) > _LINES else ""
+        names = visible(", ".join(present[:_LINES]), lines=False)
+        lines.append(Text.assemble(("there: ", "dim"), f"{names}{more}"))
+    return lines
+
+
 def trouble_panel(state: MonitorState, now: int) -> RenderableType:
     """Return the panel of errors, waits and steps that are not ready."""
     lines = [Text(visible(failure.sentence, lines=False), "red") for failure in failures(state)]
+    lines += [
+        Text(visible(f"{trouble.count:,} {trouble.words}.", lines=False), "red")
+        for trouble in find_troubles(state)
+        if trouble.serious and trouble.words not in _SENTENCES
+    ]
     if state.closed_error is not None:
         lines.append(Text(visible(state.closed_error, lines=False), "red"))
     lines += [Text(visible(sentence, lines=False), "red") for sentence in suspects(state.refusals)]

@@ -27,6 +27,7 @@ from ..core.refusals import format_refusal, suspects
 from ..core.resumptions import format_resumption
 from ..core.state import KINDS, ExplorerState
 from ..log import position
+from .learning import format_pace, format_reward, format_step
 from .terminal import visible
 from .times import format_date_time
 
@@ -36,6 +37,8 @@ _EXCLUDED = 8
 """Excluded explorers that are named, the last ones; status --json has them all."""
 _PAUSED = 8
 """Paused explorers that are named; status --json has them all."""
+_HINTS = 3
+"""Runs that did not finish of which the commands to continue are shown, the newest ones."""
 _DEEPEST = 8
 """Maximum indentation of a wait in its table."""
 
@@ -50,21 +53,44 @@ def runs_table(runs: Iterable[tuple[MonitorState, int | None]]) -> Table:
     # Read twice: the first time for the column of prompts, which runs without rollouts lack.
     runs = list(runs)
     prompts = ["PROMPTS"] if any(state.ledger is not None for state, _ in runs) else []
-    kinds = (kind.upper() for kind in KINDS)
-    for column in ("RUN", "OPENED", "EPOCH", "TRAINER", "STEP", *kinds, *prompts):
+    columns = ("TRAINER", "STEP", "REWARD", "CHECKPOINT", "LAST EVENT")
+    for column in ("RUN", "OPENED", *columns, *prompts):
         # A table first narrows the columns that may break into lines.
         table.add_column(column, no_wrap=column in ("RUN", "OPENED"))
     for state, silent_since in runs:
         table.add_row(
             state.run_id,
             format_date_time(state.opened_at),
-            str(state.epoch),
             format_trainer_status(state, silent=silent_since is not None),
-            str(state.trainer_step),
-            *(format_ready_step(state, kind) for kind in KINDS),
+            format_step(state).removeprefix("step "),
+            "-" if state.learning.reward is None else f"{state.learning.reward:.3g}",
+            format_ready_step(state, "checkpoint"),
+            format_date_time(position(state.position)[0] if state.entries else None),
             *(visible(_prompts(state), lines=False) for _ in prompts),
         )
     return table
+
+
+def format_run_hints(runs: Iterable[tuple[MonitorState, int | None]]) -> list[str]:
+    """Return what can be done with the runs that need a hand, and with the newest one.
+
+    Args:
+        runs: As of :func:`runs_table`, oldest first.
+    """
+    runs = list(runs)
+    broken = [
+        (state, "has no live process" if silent_since is not None else f"{state.closed}")
+        for state, silent_since in runs
+        if silent_since is not None or state.closed in ("failed", "interrupted")
+    ]
+    hints = [
+        f"Continue {state.run_id} ({how}): {state.command}"
+        for state, how in broken[-_HINTS:]
+        if state.command and not state.is_closed_for_good
+    ]
+    newest = runs[-1][0]
+    look = "watch" if newest.closed is None else "status"
+    return [*hints, f"Look at the newest: trinity-events {look} {newest.run_id}, or dashboard"]
 
 
 def status_panel(
@@ -90,16 +116,19 @@ def status_panel(
         ("  epoch ", "dim"),
         str(state.epoch),
         ("  trainer ", "dim"),
-        f"{format_trainer_status(state, silent=silent)} at step {state.trainer_step}",
+        f"{format_trainer_status(state, silent=silent)} at {format_step(state)}",
         ("  entries ", "dim"),
         f"{state.entries}",
         ("  opened ", "dim"),
         format_date_time(state.opened_at),
     )
     about: list[Text] = []
+    if reward := format_reward(state):
+        about.append(Text.assemble(("reward ", "dim"), reward))
     if now is not None and state.closed is None and state.entries:
         heard = format_age(now - position(state.position)[0])
-        about.append(Text.assemble(("last event ", "dim"), heard))
+        pace = Text.assemble(("  pace ", "dim"), format_pace(state)) if format_pace(state) else ""
+        about.append(Text.assemble(("last event ", "dim"), heard, pace))
     if state.transport is not None:
         chosen = f"{state.transport.name}: {state.transport.reason}"
         about.append(Text.assemble(("weights travel by ", "dim"), visible(chosen, lines=False)))

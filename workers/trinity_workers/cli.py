@@ -390,6 +390,11 @@ def _show(reading: Reading, name: str, place: _RunOptions, *, alone: bool) -> No
         print_json(config)
     else:
         print_out(to_yaml(config).rstrip())
+    if config.model.path is not None and address is None and not _find_absent("torch"):
+        from .launch.run_check import estimate_memory
+
+        for line in estimate_memory(config):  # of this host: others' devices are not seen
+            print_err(line)
 
 
 def _with_rank_count(config: TrainConfig, ray_address: str | None) -> TrainConfig:

@@ -41,6 +41,7 @@ def step_trained(fold: FoldState, event: StepTrained, _: Envelope) -> None:
     """Settle the ordinals that a step trained, and those that were dropped before it."""
     state, ledger = fold.state, _ledger(fold)
     state.trainer_step = max(state.trainer_step, event.step)
+    state.learning.add(event.step, fold.now, event.metrics)
     trained = _settle(fold, ledger, None, event.trained)
     _add_anomaly(fold, "trained-twice", trained.settled, f" in step {event.step}")
     _add_anomaly(fold, "fate-without-dispatch", trained.undispatched, f" in step {event.step}")

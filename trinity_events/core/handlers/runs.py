@@ -89,6 +89,7 @@ def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | Run
     # After the lineage, by which results stay or go.
     continue_evaluations(state)
     continue_best(state)
+    state.learning.begin_epoch(step, opening.config)
     state.strategy = opening.save_strategy
     state.transport = opening.transport
     state.attempts, state.queue, state.turns = {}, {}, {}

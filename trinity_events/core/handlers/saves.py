@@ -246,6 +246,9 @@ def step_committed(fold: FoldState, event: StepCommitted, _: Envelope) -> None:
     kind = fold.ensure_kind(event.step, event.kind)
     if kind is None:
         return
+    # A loop without rollouts from this log reports its metrics here; kinds may commit one step.
+    if event.step > state.trainer_step and state.ledger is None:
+        state.learning.add(event.step, fold.now, event.metrics)
     state.trainer_step = max(state.trainer_step, event.step)
     for registration in event.registrations:
         _register(fold, event.step, registration)

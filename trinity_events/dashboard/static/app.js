@@ -496,15 +496,29 @@ async function renderPage() {
   } else {
     const open = document.activeElement?.closest("details");
     if (open && main.dataset.page === page) return;
+    // A matrix that is wider than the screen opens at its newest column, and stays where it is read.
+    const before = main.dataset.page === page ? main.querySelector(".to-newest")?.scrollLeft : null;
     main.replaceChildren(...above, ...parts.filter(Boolean));
+    const matrix = main.querySelector(".to-newest");
+    if (matrix) matrix.scrollLeft = before ?? newestColumn(matrix);
   }
   main.dataset.page = page;
 }
 
+// Returns how far a matrix is scrolled when the last version is at its right end.
+function newestColumn(matrix) {
+  const last = matrix.querySelector("thead th:nth-last-child(5)");
+  return last ? last.offsetLeft + last.offsetWidth - matrix.clientWidth + 8 : 0;
+}
+
 async function partsOf(page, shownView) {
   try {
-    if (page === "overview") return renderOverview(shownView, marks(), actions);
     const { past } = state;
+    if (page === "overview") {
+      const learning = await ask("learning");
+      const known = past ? { metrics: figuresUntil({ times: {}, ...learning }, past).metrics } : learning;
+      return renderOverview(shownView, known, marks(), actions);
+    }
     if (page === "versions") {
       const found = await ask("versions", past ? { number: past.number } : {});
       return renderVersions(found, shownView, actions);

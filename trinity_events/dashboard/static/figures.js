@@ -1,10 +1,29 @@
 // Charts of metrics by step and of times by version, by uPlot: they share cursor and zoom.
 
-import { byName, empty, figure, h, ofTheme, panel } from "./format.js";
+import { byName, empty, figure, h, ofTheme, panel, plural } from "./format.js";
 
 const HIGH = 190; // pixels of a chart
-const FIRST = ["reward", "reward/mean", "score", "loss", "approx_kl", "kl", "entropy"];
+const FIRST = [
+  ...["reward", "reward/mean", "score", "reward_std", "reward/std", "response_length", "entropy", "rollout_entropy"],
+  ...["approx_kl", "kl", "loss"],
+];
+const LEARNING = "learning"; // group of the first charts, by which a user sees if the run learns
+const UNSMOOTHED = /learning_rate$|staleness$/; // they have no noise
+const BOUNDS = [
+  ["_low", "_high"], // of a mean's interval
+  ["_min", "_max"], // of all samples
+];
+// Units by the ends of names; a metric that has none is a share, a score or a plain number.
+const UNITS = [
+  [/tokens_per_second$/, "tokens/s"],
+  [/seconds$/, "s"],
+  [/bytes$/, "B"],
+  [/(response_length|tokens)(_min|_max)?$/, "tokens"],
+  [/(^|[_/])(kl|entropy)$|^kl_loss$/, "nats"],
+  [/staleness(_max)?$/, "steps"],
+];
 const SMOOTHED = 0.9; // share of the mean so far in a smoothed point
+const SMOOTHED_FROM = 20; // points
 const TIMES = [
   ["stall", "#0072b2", null],
   ["transfer", "#e69f00", [6, 3]],
@@ -54,20 +73,28 @@ export function chartsOf({ metrics, times }) {
       lines: timed.map(([name, color, dash]) => ({ name, color, dash, points: times[name] })),
     });
   const isBound = (name) =>
-    /_(low|high)$/.test(name) && name.replace(/_(low|high)$/, "") in metrics;
+    BOUNDS.flat().some((end) => name.endsWith(end) && name.slice(0, -end.length) in metrics);
   for (const [name, points] of Object.entries(metrics)) {
     if (isBound(name)) continue;
-    const bounds = [metrics[`${name}_low`], metrics[`${name}_high`]];
+    const bounds = BOUNDS.map((ends) => ends.map((end) => metrics[name + end])).find(
+      ([low, high]) => low && high,
+    );
     charts.push({
       title: name,
-      group: name.includes("/") ? name.slice(0, name.lastIndexOf("/")) : "training",
+      group: FIRST.includes(name)
+        ? LEARNING
+        : name.includes("/")
+          ? name.slice(0, name.lastIndexOf("/"))
+          : "training",
+      unit: UNITS.find(([end]) => end.test(name))?.[1],
       lines: [{ name, color: "--accent", points }],
-      band: bounds[0] && bounds[1] ? bounds : null,
+      band: bounds ?? null,
     });
   }
   const rank = (one) => FIRST.indexOf(one.title) + 1 || (one.title === TIMES_TITLE ? 0.5 : 99);
-  const groups = ["training", "weights"];
-  const place = (one) => groups.indexOf(one.group) + 1 || 9;
+  const groups = [LEARNING, "eval", "reward_parts", "training"];
+  const place = (one) =>
+    groups.indexOf(one.group.replace(/^eval\/.*/, "eval")) + 1 || (one.group === "weights" ? 9 : 8);
   return charts.sort(
     (one, other) =>
       place(one) - place(other) ||
@@ -81,11 +108,11 @@ export function chartsOf({ metrics, times }) {
 export class FigureWall {
   constructor() {
     this.charts = new Map();
-    this.smooth = false;
+    this.smooth = true;
     this.window = null;
     this.figures = null;
     this.body = h("div", { class: "figure-groups" });
-    const toggle = h("input", { type: "checkbox" });
+    const toggle = h("input", { type: "checkbox", checked: true });
     toggle.addEventListener("change", () => {
       this.smooth = toggle.checked;
       this.show(this.figures);
@@ -125,14 +152,17 @@ export class FigureWall {
 
   show(figures) {
     this.figures = figures;
-    const wanted = chartsOf(figures);
-    const names = wanted.map((one) => one.title).join("\n");
-    if (names !== this.names) this.arrange(wanted);
+    const all = chartsOf(figures);
+    const isZero = (one) => one.lines.every(({ points }) => points.every((point) => !point[2]));
+    const wanted = all.filter((one) => !isZero(one));
+    const names = [...wanted, {}, ...all.filter(isZero)].map((one) => one.title).join("\n");
+    if (names !== this.names) this.arrange(wanted, all.filter(isZero));
     this.names = names;
     for (const one of wanted) this.charts.get(one.title).show(one, this.smooth, this.window);
   }
 
-  arrange(wanted) {
+  // `zero` are the charts that show nothing but zeros: a line names them.
+  arrange(wanted, zero) {
     for (const one of this.charts.values()) one.close();
     this.charts = new Map(wanted.map((one) => [one.title, new Chart(one.title, this)]));
     const groups = [...new Set(wanted.map((one) => one.group))];
@@ -151,7 +181,17 @@ export class FigureWall {
           ),
         ),
       ),
-      ...(wanted.length ? [] : [empty("No step has told its metrics yet.")]),
+      ...(zero.length
+        ? [
+            h(
+              "details",
+              { class: "muted zero" },
+              h("summary", {}, `${plural(zero.length, "metric")} always zero`),
+              zero.map((one) => one.title).join(", "),
+            ),
+          ]
+        : []),
+      ...(wanted.length || zero.length ? [] : [empty("No step has told its metrics yet.")]),
     );
   }
 
@@ -305,14 +345,11 @@ function drawnLines(chart, smooth) {
   for (const { name, color, dash, points } of chart.lines) {
     const [kept, discarded] = lineage(points);
     if (discarded.length) found.push({ name, kind: "discarded", color, dash, points: discarded });
-    if (smooth && kept.length > 2) found.push({ name, kind: "raw", color, dash, points: kept });
-    found.push({
-      name,
-      kind: "line",
-      color,
-      dash,
-      points: smooth && kept.length > 2 ? smoothed(kept) : kept,
-    });
+    // Few points are no noise: evaluations have an interval instead.
+    const isNoisy = kept.length >= SMOOTHED_FROM && !UNSMOOTHED.test(name);
+    const isSmooth = smooth && isNoisy && !chart.group.startsWith("eval/");
+    if (isSmooth) found.push({ name, kind: "raw", color, dash, points: kept });
+    found.push({ name, kind: "line", color, dash, points: isSmooth ? smoothed(kept) : kept });
   }
   return found;
 }

@@ -16,6 +16,7 @@ import {
   showTip,
   table,
 } from "./format.js";
+import { goodputLine, learningTiles, progressLine, standing } from "./learning.js";
 
 const LISTED = 12; // explorers that are listed one below the other; more become a grid
 const LASTING = 2000; // milliseconds for which a step is missing something before a line says so
@@ -27,33 +28,45 @@ export function culpritsOf(waits) {
   return [...new Set(named)].sort(byName);
 }
 
+// Returns the mood and the words of the headline; green only if nothing needs a look.
 function headlineOf(view) {
-  if (view.closed === "finished") return ["ok", `The run finished at step ${count(view.step)}.`];
+  const serious = view.troubles.filter((one) => one[2] && one[1] !== "run failed");
+  const but = serious.length ? `${serious.map(([number, what]) => `${count(number)} ${what}`)[0]}` : "";
+  if (view.closed === "finished")
+    return but
+      ? ["held", `The run finished at step ${count(view.step)}, but: ${but}.`]
+      : ["ok", `The run finished at step ${count(view.step)}.`];
   if (view.closed) {
     const how = view.closed === "failed" ? "failed" : "was interrupted";
     return ["bad", `The run ${how} at step ${count(view.step)}.`];
   }
   const worst = view.waits.find((one) => one.by.startsWith("trainer")) ?? view.waits[0];
-  if (worst) return ["held", `${worst.by} waits for ${worst.what}.`];
+  if (worst && view.step) return ["held", `${worst.by} waits for ${worst.what}.`];
   if (view.failures.length) return ["bad", view.failures.at(-1)];
-  if (view.causes.length) return ["held", "The run is held up."];
+  if (standing(view)) return ["held", `No step for ${duration(standing(view))}.`];
+  if (view.causes.length && view.step) return ["held", "The run is held up."];
+  if (but) return ["held", `Step ${count(view.step)} is trained, but: ${but}.`];
   if (view.epoch === 0) return ["idle", "The run was not opened yet."];
-  if (!view.step) return ["idle", "The run is open, and no step is trained yet."];
+  if (!view.step)
+    return ["idle", worst ? `It starts: ${worst.by} waits for ${worst.what}.` : "It starts."];
   return ["ok", `Step ${count(view.step)} is trained; nothing is reported to wait.`];
 }
 
 // `marks` are the failures and the ends of epochs up to the shown state, oldest first.
-export function renderOverview(view, marks, actions) {
+// `learning` has the metrics that say whether the run learns.
+export function renderOverview(view, learning, marks, actions) {
   return [
     headline(view, marks, actions),
+    learningTiles(learning, actions.go),
+    goodputLine(learning, actions.go),
     tiles(view, actions),
     h(
       "div",
       { class: "columns" },
-      h("div", {}, waitsPanel(view, actions), stepsPanel(view, actions)),
-      h("div", {}, explorersPanel(view, actions), troublesPanel(view, marks, actions)),
+      h("div", {}, waitsPanel(view, actions), troublesPanel(view, marks, actions)),
+      h("div", {}, explorersPanel(view, actions), stepsPanel(view, actions)),
     ),
-  ];
+  ].filter(Boolean);
 }
 
 function headline(view, marks, { scrub }) {
@@ -72,11 +85,16 @@ function headline(view, marks, { scrub }) {
       "div",
       {},
       h("h1", {}, words),
+      h("p", { class: "progress-line" }, progressLine(view)),
       culprits.length && !view.causes.length
         ? h("p", {}, "Culprits: ", h("strong", {}, firstOf(culprits, 6)), ".")
         : null,
       view.closed_error ? h("p", {}, view.closed_error) : null,
       end ? h("p", {}, before(end[1], scrub, "See the state just before")) : null,
+      view.closed && view.closed !== "finished" && view.command
+        ? h("p", {}, "Continue it with: ", h("code", {}, view.command))
+        : null,
+      causesBox(view),
     ),
   );
 }
@@ -102,12 +120,16 @@ function tile(label, value, detail, mood, action) {
 
 function tiles(view, { go }) {
   const { weights, checkpoint } = view.ready;
-  const serving = view.explorers.filter((one) => one[3] !== null);
+  const gone = new Set(
+    (view.processes ?? []).filter((one) => one[2] !== "running").map(([name]) => name),
+  );
+  const runs = (one) => one[1] !== "stopped" && one[1] !== "lost" && !gone.has(one[0]);
+  const serving = view.explorers.filter((one) => one[3] !== null && (view.closed || runs(one)));
   const newest = serving.filter((one) => one[6] === 0).length;
   const late = Math.max(0, ...serving.map((one) => one[6] ?? 0));
   const { ledger } = view;
   const dropped = ledger ? sum(Object.values(ledger.dropped)) : 0;
-  const found = troublesOf(view);
+  const found = view.troubles;
   const age = (one) => `${duration(view.now - one.since)} ago`;
   return h(
     "div",
@@ -157,18 +179,6 @@ function tiles(view, { go }) {
 
 const sum = (numbers) => numbers.reduce((total, one) => total + one, 0);
 
-// Returns the kinds of problems that there are: number, words, and true if a person must look.
-function troublesOf(view) {
-  const odd = sum(Object.values(view.anomaly_counts));
-  return [
-    [view.closed === "failed" ? 1 : 0, "run failed", true],
-    [view.failures.length, "failed", true],
-    [view.refused, "refused", true],
-    [odd, odd === 1 ? "anomaly" : "anomalies", false],
-    [view.dead_letters, "undecodable", false],
-  ].filter((one) => one[0]);
-}
-
 function waitsPanel(view, { lane, scrub }) {
   const chip = (name, kind = "") =>
     h("button", { class: `chip ${kind}`, onclick: () => lane(name) }, name);
@@ -199,7 +209,6 @@ function waitsPanel(view, { lane, scrub }) {
   return panel(
     "Who waits for whom",
     rows.length ? `${rows.length} open` : "",
-    causesBox(view),
     stacksLine(view, scrub),
     rows.length
       ? h("ul", { class: "waits" }, rows)
@@ -327,7 +336,7 @@ const staleWords = (one) => {
 };
 
 const staleMood = (one) => {
-  if (one[1] === "stopped") return "s-off";
+  if (one[1] === "stopped" || one[1] === "suspended" || one[1] === "ended") return "s-off";
   if (one[1] === "lost") return "s-lost";
   if (one[3] === null) return "s-none";
   return one[6] === 0 ? "s-0" : one[6] === 1 ? "s-1" : "s-2";
@@ -345,7 +354,14 @@ const LEGEND = [
 
 function explorersPanel(view, { lane }) {
   const waiting = new Set(view.waits.map((one) => one.by));
-  const explorers = view.explorers.slice().sort((one, other) => byName(one[0], other[0]));
+  // A process of this host that was stopped or has ended: the log still says that it runs.
+  const conditions = new Map((view.processes ?? []).map(([name, , condition]) => [name, condition]));
+  const status = (one) => {
+    const condition = conditions.get(one[0]);
+    if (one[1] === "stopped" || !condition || condition === "running") return one;
+    return [one[0], condition === "stopped" ? "suspended" : "ended", ...one.slice(2)];
+  };
+  const explorers = view.explorers.map(status).sort((one, other) => byName(one[0], other[0]));
   const cell = (one) =>
     [
       "cell",
@@ -384,7 +400,7 @@ const served = (status) => `what it serves is ${status || "not said to be proven
 
 function explorerRow(one, cell, view, waiting, lane) {
   const [name, status, , step, digest, proof, , , heard] = one;
-  const ended = { stopped: "stopped", lost: `lost, heard ${duration(view.now - heard)} ago` };
+  const ended = { stopped: "stopped", suspended: "suspended", ended: "ended", lost: `lost, heard ${duration(view.now - heard)} ago` };
   return h(
     "tr",
     {},

@@ -1,16 +1,16 @@
 // The list of runs of a server.
 
-import { clock, count, day, empty, h, panel, table } from "./format.js";
+import { clock, count, day, duration, empty, figure, h, panel, table } from "./format.js";
 
 const HEADS = [
   "run",
-  "opened",
   "trainer",
   ["step", "number"],
-  ["weights", "number"],
+  ["reward", "number"],
+  "last activity",
+  "last opened ▾",
   ["checkpoint", "number"],
   ["explorers", "number"],
-  ["events", "number"],
   ["problems", "number"],
 ];
 
@@ -30,24 +30,35 @@ function row(one) {
   return h(
     "tr",
     { onclick: () => (location.hash = address) },
-    h("td", {}, h("a", { href: address, class: "strong" }, one.run)),
+    h("td", {}, h("a", { href: address, class: "strong" }, one.run), nextLine(one)),
+    h("td", {}, statusOf(one)),
+    h("td", { class: "number" }, `${count(one.step)}${one.steps ? ` of ${count(one.steps)}` : ""}`),
+    h("td", { class: "number" }, one.reward === null ? "–" : figure(one.reward)),
     h(
       "td",
       { class: "nowrap muted" },
-      one.opened_at ? `${day(one.opened_at)} ${clock(one.opened_at)}` : "–",
+      one.heard_at ? `${duration(Date.now() - one.heard_at)} ago` : "–",
     ),
-    h("td", {}, statusOf(one)),
-    number(one.step),
-    number(one.ready?.weights),
+    h(
+      "td",
+      { class: "nowrap muted" },
+      one.last_opened ? `${day(one.last_opened)} ${clock(one.last_opened)}` : "–",
+    ),
     number(one.ready?.checkpoint),
     number(one.explorers),
-    number(one.entries),
     h(
       "td",
       { class: `number ${one.problems ? "late" : "muted"}` },
       one.problems ? count(one.problems) : "–",
     ),
   );
+}
+
+// Says how a run goes on that did not finish.
+function nextLine(one) {
+  const isBroken = one.silent_since || one.trainer === "failed" || one.trainer === "interrupted";
+  if (!isBroken || !one.command) return null;
+  return h("div", { class: "muted next" }, "continue: ", h("code", {}, one.command));
 }
 
 function statusOf(one) {

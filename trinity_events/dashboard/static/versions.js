@@ -134,7 +134,7 @@ export function renderVersions(found, view, { lane, scrubTime, again }) {
       `${plural(names.length, "explorer")} · the last ${plural(found.versions.length, "version")}`,
       h(
         "div",
-        { class: "scroll" },
+        { class: "scroll to-newest" },
         h(
           "table",
           { class: "matrix" },

@@ -12,7 +12,7 @@ from .aggregation import Means
 from .batch import NO_GROUP, Batch, at_last_token
 from .errors import LengthMissing
 from .kl import kl_estimate
-from .ratios import sequence_sum
+from .ratios import sequence_mean, sequence_sum
 from .registry import find_advantage
 from .settings import AlgorithmConfig, OverlongConfig
 from .statistics import group_statistics
@@ -96,6 +96,9 @@ def _metrics(batch: Batch, penalty: Tensor, equal: Tensor, divergence: Tensor | 
         "overlong_penalty": penalty,
         "zero_variance": equal,
     }
+    if batch.behaviour_logprobs is not None:
+        # An estimate of the entropy that costs nothing: what was sampled is as likely as it is.
+        rows["rollout_entropy"] = -sequence_mean(batch.behaviour_logprobs, batch.response_mask)
     if divergence is not None:
         rows["reward_kl"] = sequence_sum(divergence, batch.response_mask)
     return Means.from_rows(rows, batch.groups != NO_GROUP)

@@ -11,6 +11,7 @@ from pathlib import Path
 import anyio
 import redis
 from rich.console import RenderableType
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
@@ -26,6 +27,7 @@ from trinity_events.core.skipped_updates import format_skipped_updates
 from trinity_events.log import Entry, EventLog, PageSize, Stream
 from trinity_events.replay import PAGE
 from trinity_events.server import Deadline
+from trinity_events.views.learning import format_pace
 from trinity_events.views.terminal import Terminal, visible
 from trinity_schemas import (
     ContractError,
@@ -50,13 +52,13 @@ _SMOOTHING = 20
 class _Bar(Progress):
     """Progress bar with the first cause of a standstill below it."""
 
-    cause = ""
+    cause = Text()
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """Return the bar, and the cause while there is one."""
         yield from super().get_renderables()
         if self.cause:
-            yield Text(self.cause, style="bold red")
+            yield self.cause
 
 
 class ProgressView:
@@ -145,15 +147,21 @@ class ProgressView:
             self._show_cause(cause if lasts else None)
 
     def _show_cause(self, cause: Cause | None) -> None:
-        sentence = "" if cause is None else f"first cause: {visible(cause.sentence, lines=False)}"
+        # Every start waits for a while: a new user would take its waits for faults.
+        state = self._monitor.state
+        waits = cause is not None and cause.reason in ("waits", "no-explorer", "missing")
+        is_start = waits and not self._rewards and not state.trainer_step
+        word = "starting" if is_start else "first cause"
+        style = "" if is_start else "bold red"
+        sentence = "" if cause is None else f"{word}: {visible(cause.sentence, lines=False)}"
         if self._bar is not None:
-            self._bar.cause = sentence
+            self._bar.cause = Text(sentence, style)
         if cause is None or self._console.is_terminal:
             return
         name, now = _name_cause(cause), time.monotonic()
         if now - self._causes_shown.get(name, -CAUSES_EVERY) >= CAUSES_EVERY:
             self._causes_shown[name] = now
-            self.print_line(sentence, style="bold red")
+            self.print_line(sentence, style=style or "dim")
 
     async def catch_up(self, log: EventLog) -> None:
         """Show what the log has by now, once :meth:`follow` was cancelled."""
@@ -212,16 +220,19 @@ class ProgressView:
         weights = state.ready.get("weights") or state.ready.get("state_dict")
         if weights is not None and weights.at.epoch != state.epoch:
             weights = None  # of the epoch that this one resumes
+        failed = [f"FAILED {self._failed.format_steps()}"] if self._failed.steps else []
         shown = "  ".join(
             (
                 f"reward {sum(recent) / len(recent):.2f}" if recent else "reward -",
+                *([format_pace(state)] if format_pace(state) else []),
                 f"weights {weights.at.step if weights else '-'}",
                 f"served {min(served) if served else '-'}",
                 f"staleness {self._metrics.get('staleness', 0):.1f}",
-                *([f"FAILED {self._failed.format_steps()}"] if self._failed.steps else []),
+                *failed,
             )
         )
-        bar.update(task, completed=state.trainer_step, shown=shown)
+        bright = f"[bold bright_red]{escape(shown)}[/]" if failed else escape(shown)
+        bar.update(task, completed=state.trainer_step, shown=bright)
         due = time.monotonic() - self._printed_at > self._lines_every
         if not self._console.is_terminal and due and state.trainer_step > self._printed_step:
             self._printed_at, self._printed_step = time.monotonic(), state.trainer_step

@@ -28,6 +28,7 @@ from ..tasks import is_built_in
 from ..tasks.errors import SetsUnusable
 from ..worker_group.placement import Needs
 from .cluster import check_gpus
+from .memory_estimate import format_estimates
 from .transport import chosen_transport
 
 _CHECKPOINT_BYTES = 12
@@ -281,6 +282,12 @@ def _check_disk(folder: Path, root: Path) -> None:
             "a checkpoint of the model takes",
             "make room, or name another disk by checkpoints.root",
         )
+
+
+def estimate_memory(config: TrainConfig) -> list[str]:
+    """Return lines about the memory of ranks and explorers; none for the small built-in model."""
+    folder = None if config.model.path is None else Path(config.model.path)
+    return [] if folder is None else format_estimates(config, folder, _count_parameters(folder))
 
 
 def _count_parameters(folder: Path) -> int:

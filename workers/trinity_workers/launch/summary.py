@@ -8,13 +8,16 @@ from msgspec import Struct, field, structs
 from rich.table import Table
 from rich.text import Text
 
-from trinity_events.analysis.summary import RunSummary, Spread
+from trinity_events.analysis.summary import RunSummary
 from trinity_events.core.reward_errors import REWARD_ERRORS
+from trinity_events.views.learning import format_seconds
 from trinity_schemas import Envelope, EvaluationFailed, EvaluationFinished, StepTrained
 
 from ..trainer import TrainingResult
 from .results import Outcome
 
+_AGES = 4
+"""Ages of answers that are listed, the youngest; of more, the number is told."""
 _LISTED = 8
 """Failed steps that are listed; of more, the number is told."""
 TRANSPORTS = {
@@ -111,7 +114,7 @@ class LoggedMetrics(Struct):
 
 
 class DemoSummary(Struct, frozen=True, kw_only=True):
-    """The run's figures. Rewards are shares of exactly right answers; times are seconds."""
+    """The run's figures: rewards are means over samples, times are seconds."""
 
     run_id: str
     outcome: Outcome
@@ -194,7 +197,10 @@ def summarize(
 
 
 def summary_table(summary: DemoSummary) -> Table:
-    """The summary for people."""
+    """Return the summary for people: ten rows, and more only where something went wrong.
+
+    The whole of it is what ``--json`` prints.
+    """
     log = summary.log
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
@@ -202,79 +208,94 @@ def summary_table(summary: DemoSummary) -> Table:
     rows = [("run", summary.run_id)]
     if summary.outcome != "finished":
         rows.append((summary.outcome.upper(), summary.error or "before its last step"))
+    rows.append(("steps", f"{log.steps} in {_format_time(summary)}"))
+    if log.steps:
+        rows.append(
+            ("reward", _format_thirds(summary.reward_first_third, summary.reward_last_third))
+        )
+    # A reward function without parts has no score: it would repeat the reward.
+    if (scores := (summary.score_first_third, summary.score_last_third)) != (
+        summary.reward_first_third,
+        summary.reward_last_third,
+    ) and any(scores):
+        rows.append(("score", _format_thirds(*scores)))
+    rows += [(name, _evaluated(results)) for name, results in summary.evaluations.items()]
     rows += [
-        ("steps", f"{log.steps} in {summary.seconds:.0f} s{_format_training_share(summary)}"),
-        (
-            "reward",
-            f"{summary.reward_first_third:.2f} -> {summary.reward_last_third:.2f}, mean of "
-            "the first and the last third of the steps (exactly right answers)",
-        ),
-        ("verifier's score", f"{summary.score_first_third:.2f} -> {summary.score_last_third:.2f}"),
-    ]
-    rows += [
-        (f"evaluation {name}", _evaluated(results)) for name, results in summary.evaluations.items()
-    ]
-    rows += [
-        *_weight_rows(summary),
-        ("staleness", _staleness(summary)),
-        ("issued again", _issued_again(log.reissued)),
+        ("weights", _format_weights(summary)),
+        ("answers", _format_answers(summary)),
         *_dropped_rows(log),
-        (
-            "control plane",
-            f"{log.events_per_step:.1f} events, {log.event_bytes_per_step:.0f} bytes a step",
-        ),
-        (
-            "checkpoints",
-            f"{log.checkpoints_ready} ready, {log.failures} failed saves, in "
-            f"{summary.checkpoint_folder}",
-        ),
-        *_failed_rows(summary.failed_steps),
-        ("newest ready", _newest(summary.newest_checkpoint)),
-        ("log", summary.redis_url),
-        ("replay it", summary.replay_command),
     ]
     if log.refusals:
-        rows.append(("refused weights", " ".join([_refusals(log), *log.suspects])))
-    if summary.next_command is not None:
-        rows.append(
-            (
-                "go on",
-                f"from {_from(summary.newest_checkpoint)}: {summary.next_command}",
-            )
-        )
+        rows.append(("REFUSED", " ".join([_refusals(log), *log.suspects])))
+    rows += [
+        *_failed_rows(summary.failed_steps),
+        ("checkpoints", f"{log.checkpoints_ready} ready; {_newest(summary.newest_checkpoint)}"),
+        *_next_rows(summary),
+    ]
     for name, text in rows:
-        table.add_row(name, Text(text))
+        # Upper case is for what went wrong: it must not be as dim as the other names.
+        style = "bold bright_red" if name.split()[0].isupper() else ""
+        table.add_row(Text(name, style), Text(text, style))
     return table
 
 
-def _weight_rows(summary: DemoSummary) -> list[tuple[str, str]]:
-    """Return the rows of the weights on their way to explorers; one if they stay where they are."""
+def _format_thirds(first: float, last: float) -> str:
+    return f"{first:.3g} -> {last:.3g} (means of the first and the last third of the steps)"
+
+
+def _format_time(summary: DemoSummary) -> str:
+    """Return the seconds of the run, and of its training if it came to the end of that."""
+    whole = format_seconds(summary.seconds)
+    if summary.training_seconds is None:
+        return whole
+    pace = format_seconds(summary.training_seconds / max(1, summary.log.steps))
+    warm_up = f", after {summary.warm_up_steps} of warm-up" if summary.warm_up_steps else ""
+    return f"{whole}: {pace} a step{warm_up}"
+
+
+def _format_weights(summary: DemoSummary) -> str:
     log = summary.log
-    # No version travels: rows of zeros would look like a fault.
+    # No version travels: zeros would look like a fault.
     if summary.transport == "none":
-        return [
-            ("weight versions", "none: the trainer's ranks generated with the weights they held")
-        ]
-    return [
-        (
-            "weight versions",
-            f"{log.versions_published} published over {TRANSPORTS[summary.transport]} "
-            f"{'by every rank' if summary.sharded else 'by rank 0'}, "
-            f"{log.versions_applied} applied, {log.versions_refused} refused, "
-            f"{log.versions_superseded_unpulled} superseded before they were "
-            f"pulled, {log.versions_unaccounted} unaccounted for",
-        ),
-        (
-            "weight bytes",
-            # Ready versions alone: what was begun and failed was never taken.
-            f"{log.versions_published - log.versions_delta} versions in full and "
-            f"{log.versions_delta} as what changed: {_mebibytes(log.bytes_published)} published, "
-            f"{_mebibytes(log.bytes_saved)} saved",
-        ),
-        ("stall", _spread(log.stall)),
-        ("transfer", _spread(log.transfer)),
-        ("pause", _spread(log.pause)),
+        return "stay where they are: the trainer's ranks generated"
+    saved = f", {_mebibytes(log.bytes_saved)} saved by sending changes" if log.bytes_saved else ""
+    return (
+        f"{log.versions_published} versions ({_mebibytes(log.bytes_published)}) by "
+        f"{TRANSPORTS[summary.transport]}{saved}; {log.versions_applied} of them were "
+        f"installed, each with a pause of {log.pause.median * 1000:.0f} ms"
+    )
+
+
+def _format_answers(summary: DemoSummary) -> str:
+    """Return how old the answers were, and how many prompts were asked again."""
+    samples = sum(summary.log.staleness.values())
+    shares = [
+        f"{number / samples:.0%} {late} {'step' if late == 1 else 'steps'} old"
+        for late, number in summary.log.staleness.items()
     ]
+    again = f"; asked again: {_issued_again(summary.log.reissued)}" if summary.log.reissued else ""
+    if not shares:
+        return f"{summary.staleness_mean:.2g} steps old in the mean{again}"
+    more = f", {len(shares) - _AGES} ages more" if len(shares) > _AGES else ""
+    return f"{samples:,} trained on: {', '.join(shares[:_AGES])}{more}{again}"
+
+
+def _next_rows(summary: DemoSummary) -> list[tuple[str, str]]:
+    """Return what can be done next: continue the run, or look at it and use what it made."""
+    if summary.next_command is not None:
+        start = _from(summary.newest_checkpoint)
+        return [
+            ("go on", f"from {start}: {summary.next_command}"),
+            ("replay", summary.replay_command),
+        ]
+    folder = summary.newest_checkpoint and summary.newest_checkpoint.folder
+    # The replay's command has what names the log: its folder, or its server.
+    replay = summary.replay_command
+    looks = [replay.replace(f"replay {summary.run_id}", "dashboard")]
+    if " --" not in replay:  # samples reads the folder alone, and knows no server
+        looks.append(replay.replace(" replay ", " samples "))
+    use = f"; trinity-events convert {folder} ./model" if folder else ""
+    return [("look", "; ".join(looks)), ("replay", f"{replay}{use}")]
 
 
 def _evaluated(results: EvaluationResults) -> str:
@@ -286,7 +307,7 @@ def _evaluated(results: EvaluationResults) -> str:
     last = f" -> {_mean(results.last)} at step {results.last_step}" if results.finished > 1 else ""
     errors = results.last.get(REWARD_ERRORS, 0.0)
     unjudged = f", without {errors:.0f} answers whose rewards failed" if errors else ""
-    return f"mean reward {first}{last}{unjudged}{failed and f', {failed}'}"
+    return f"reward {first}{last}{unjudged}{failed and f', {failed}'}"
 
 
 def _mean(metrics: Mapping[str, float]) -> str:
@@ -294,20 +315,8 @@ def _mean(metrics: Mapping[str, float]) -> str:
     return f"{metrics.get('mean', 0.0):.2f} ({low:.2f} to {high:.2f})"
 
 
-def _staleness(summary: DemoSummary) -> str:
-    """Return the mean staleness over the steps, and its distribution over the samples."""
-    mean = f"{summary.staleness_mean:.2f} optimizer steps in the mean"
-    samples = sum(summary.log.staleness.values())
-    if not samples:
-        return mean
-    shares = [f"{late}: {number / samples:.0%}" for late, number in summary.log.staleness.items()]
-    return f"{mean}; of {samples} samples {', '.join(shares)}"
-
-
 def _issued_again(reissued: Mapping[str, int]) -> str:
     """Return the number of prompts that were issued again, by reason."""
-    if not reissued:
-        return "no prompt"
     reasons = ", ".join(f"{number} {reason}" for reason, number in reissued.items())
     return f"{sum(reissued.values())} prompts: {reasons}"
 
@@ -331,16 +340,6 @@ def _refusals(log: RunSummary) -> str:
     )
 
 
-def _format_training_share(summary: DemoSummary) -> str:
-    """Return how much of the time was training, where the run came to the end of it."""
-    if summary.training_seconds is None:
-        return ""
-    return (
-        f" ({summary.training_seconds:.0f} s of it training, after {summary.warm_up_steps} "
-        "steps of supervised warm-up)"
-    )
-
-
 def _failed_rows(failed: Sequence[FailedStep]) -> list[tuple[str, str]]:
     if not failed:
         return []
@@ -356,14 +355,10 @@ def _from(checkpoint: NewestCheckpoint | None) -> str:
 
 def _newest(checkpoint: NewestCheckpoint | None) -> str:
     if checkpoint is None:
-        return "no checkpoint"
+        return "no checkpoint to resume from"
     where = "" if checkpoint.folder is None else f", in {checkpoint.folder}"
-    return f"checkpoint of step {checkpoint.step}{where}"
+    return f"the newest of step {checkpoint.step}{where}"
 
 
 def _mebibytes(count: int) -> str:
     return f"{count / (1 << 20):,.1f} MiB"
-
-
-def _spread(spread: Spread) -> str:
-    return f"{spread.median * 1000:.1f} ms median, {spread.p99 * 1000:.1f} ms p99"

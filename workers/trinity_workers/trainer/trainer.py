@@ -75,6 +75,7 @@ from .rollouts.evaluator import Evaluator
 from .rollouts.explorer_requests import ExplorerRequests
 from .rollouts.supply import RolloutSupply
 from .run_manifest import write_run_manifest
+from .sample_metrics import summarize_samples
 from .state import TrainerState, read_trainer_state
 
 if TYPE_CHECKING:
@@ -413,6 +414,7 @@ class Trainer:
         return metrics | {
             "reward": sum(sample.reward for sample in samples) / len(samples),
             "score": sum(scores) / len(samples),
+            **summarize_samples(samples),
             "staleness": sum(step - sample.oldest_version.step for sample in samples)
             / len(samples),
             "mixed_versions": sum(map(has_mixed_versions, samples)) / len(samples),

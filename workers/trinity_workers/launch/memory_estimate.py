@@ -1,0 +1,202 @@
+"""Estimate of the memory of each rank and explorer, before anything of a run is started.
+
+It counts what docs/memory.md names: the state of the models, gathered layers, activations, logits
+and keys and values. It leaves out what no setting decides: the CUDA context, communication buffers
+and fragmentation, together one to three GiB of a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from ..config.train_config import TrainConfig
+
+_GIB = 1 << 30
+_MASTER = 16
+"""Bytes of a trained parameter: value, gradient and both moments of AdamW, each in float32."""
+_FROZEN = 4
+"""Bytes of a parameter that is not trained, in float32."""
+_LORA_SHARE = 0.01
+"""Share of the parameters that adapters of a usual rank have."""
+_ACTIVATIONS = 34
+"""Bytes of activations per token, layer and unit of the hidden size, in two-byte numbers, where the
+attention stores no scores (Korthikanti and others, arXiv 2205.05198, section 4.1)."""
+_LOGIT_COPIES = 3
+"""Logits in float32 at once: the head's, their softmax and its gradient."""
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class ModelShape(Struct, frozen=True, kw_only=True):
+    """Sizes of a model, as its ``config.json`` names them."""
+
+    parameters: int
+    hidden: int
+    layers: int
+    vocabulary: int
+    key_values: int
+    """Numbers that one token adds to the cache of one layer."""
+
+    @classmethod
+    def read(cls, folder: Path, parameters: int) -> ModelShape | None:
+        """Read the sizes of a Hugging Face folder; None where it does not name them."""
+        try:
+            config: Mapping[str, Any] = json.loads((folder / "config.json").read_text())
+            # A model of text and images has those of the text in a part of its own.
+            config = config.get("text_config", config)
+            heads = config["num_attention_heads"]
+            width = config.get("head_dim") or config["hidden_size"] // heads
+            return cls(
+                parameters=parameters,
+                hidden=config["hidden_size"],
+                layers=config["num_hidden_layers"],
+                vocabulary=config["vocab_size"],
+                key_values=2 * width * (config.get("num_key_value_heads") or heads),
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+
+class MemoryEstimate(Struct, frozen=True, kw_only=True):
+    """Bytes of one process, by what takes them."""
+
+    process: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Return the bytes of all parts."""
+        return sum(self.parts.values())
+
+    def format(self) -> str:
+        """Return the estimate as one line."""
+        # Of a small model, in MiB: tenths of a GiB would all be zero.
+        unit, name = (_GIB, "GiB") if self.total >= _GIB else (1 << 20, "MiB")
+        parts = ", ".join(f"{what} {size / unit:.1f}" for what, size in self.parts.items() if size)
+        return f"{self.process}: about {self.total / unit:.1f} {name} ({parts})"
+
+
+def estimate_rank(config: TrainConfig, shape: ModelShape) -> MemoryEstimate:
+    """Return the memory of a trainer rank while it takes a step."""
+    trainer, rollouts = config.trainer, config.rollouts
+    ranks = trainer.ranks or 1
+    width = _BYTES[config.model.dtype]
+    if trainer.engine.startswith("megatron"):
+        split = (trainer.tensor_parallel or 1) * trainer.pipeline_parallel
+        replicas = max(1, ranks // split)
+        # Parameters are held whole by each replica; the optimizer's part only where it is shared.
+        optimizer = 12 / (replicas if trainer.distributed_optimizer else 1)
+        state, gathered = shape.parameters * (optimizer + width + 4) / split, 0.0
+    else:
+        split, replicas = 1, ranks
+        trained = _LORA_SHARE if config.model.lora.rank else 1.0
+        bytes_each = trained * _MASTER + (1 - trained) * _FROZEN
+        state = shape.parameters * bytes_each / ranks
+        # One layer computes while the next one is gathered.
+        gathered = 2 * shape.parameters / max(1, shape.layers) * width if ranks > 1 else 0.0
+    share = split if split > 1 else ranks
+    if config.algorithm.kl.coefficient and not config.model.lora.rank:
+        state += shape.parameters * _FROZEN / share
+    if config.algorithm.critic.use:
+        state += shape.parameters * _MASTER / share
+    rows = max(1, rollouts.prompts_per_step * rollouts.samples_per_prompt // replicas)
+    rows = min(rows, trainer.micro_batch_rows or rows)
+    length = rollouts.max_new_tokens * rollouts.max_turns + (rollouts.max_prompt_tokens or 0)
+    tokens = rows * length
+    if trainer.micro_batch_tokens is not None:
+        tokens = min(tokens, max(length, trainer.micro_batch_tokens))
+    layers = shape.layers / (trainer.pipeline_parallel if split > 1 else 1)
+    of_layer = tokens * shape.hidden * _ACTIVATIONS * width / 2 / (trainer.tensor_parallel or 1)
+    # With recomputation a layer stores its input alone, and one layer at a time all of it.
+    activations = (
+        tokens * shape.hidden * width * layers + of_layer
+        if trainer.recompute
+        else of_layer * layers
+    )
+    logits = tokens * shape.vocabulary * 4 * _LOGIT_COPIES / (trainer.tensor_parallel or 1)
+    parts = {
+        "state": state,
+        "gathered layers": gathered,
+        "activations": activations,
+        "logits": 0.0 if trainer.fused_loss else logits,
+    }
+    return MemoryEstimate(
+        process="rank", parts={name: math.ceil(size) for name, size in parts.items()}
+    )
+
+
+def estimate_explorer(config: TrainConfig, shape: ModelShape) -> MemoryEstimate:
+    """Return the memory of an explorer that answers one claim."""
+    rollouts = config.rollouts
+    width = _BYTES[config.explorer.dtype or config.model.dtype]
+    rows = rollouts.samples_per_prompt * (config.explorer.groups_per_claim or 1)
+    length = rollouts.max_new_tokens * rollouts.max_turns + (rollouts.max_prompt_tokens or 0)
+    cache = rows * length * shape.layers * shape.key_values * width
+    return MemoryEstimate(
+        process="explorer",
+        # A version is verified beside the served one, and installed from there.
+        parts={
+            "served weights": shape.parameters * width,
+            "next version": shape.parameters * width,
+            "keys and values": cache,
+        },
+    )
+
+
+def format_estimates(config: TrainConfig, folder: Path, parameters: int) -> list[str]:
+    """Return lines about the memory of a run's processes, and about what the devices have.
+
+    Returns:
+        No lines for a model whose sizes are not known.
+    """
+    shape = ModelShape.read(folder, parameters)
+    if shape is None or not parameters:
+        return []
+    ranks, explorers = config.trainer.ranks or 1, config.explorer.count
+    rank, explorer = estimate_rank(config, shape), estimate_explorer(config, shape)
+    lines = [f"memory of each of {ranks} ranks, {rank.format()}"]
+    if not config.trainer.colocated:
+        served = (
+            "; vLLM takes the share gpu_memory_utilization of its GPU for weights, keys and values"
+            if config.explorer.engine == "vllm"
+            else ""
+        )
+        lines.append(f"memory of each of {explorers} explorers, {explorer.format()}{served}")
+    return [*lines, *_format_devices(rank, explorer, ranks, explorers)]
+
+
+def _format_devices(
+    rank: MemoryEstimate, explorer: MemoryEstimate, ranks: int, explorers: int
+) -> list[str]:
+    devices = _device_bytes()
+    if devices:
+        least = min(devices)
+        has = f"this host has {len(devices)} GPUs of {least / _GIB:.1f} GiB and more"
+        over = [each for each in (rank, explorer) if each.total > least]
+        fits = f"{over[0].process} does not fit one" if over else "each process fits one"
+        return [f"{has}: {fits}"]
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = ranks * rank.total + explorers * explorer.total
+    fits = "enough" if needed < free else "NOT enough"
+    return [
+        f"all on this host's CPUs: about {needed / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB are "
+        f"free: {fits}"
+    ]
+
+
+def _device_bytes() -> list[int]:
+    """Return the memory of each GPU of this host."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    return [
+        torch.cuda.get_device_properties(index).total_memory
+        for index in range(torch.cuda.device_count())
+    ]
