@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -62,15 +62,21 @@ def exiting_on_signals() -> Iterator[None]:
 
 @asynccontextmanager
 async def cancelled_by_signals(
-    on_signal: Callable[[int], None] = lambda _: None,
-) -> AsyncIterator[None]:
+    on_signal: Callable[[int], bool | None] = lambda _: None,
+    further: Iterable[signal.Signals] = (),
+) -> AsyncIterator[Callable[[], None]]:
     """Cancel the block on SIGINT, or on another signal that asks the process to end.
 
-    Further signals do not interrupt its cleanup. Afterwards the handlers are as before.
+    Further signals do not interrupt its cleanup. Afterwards the handlers are as before. Yields a
+    function that cancels the block as a signal does.
+
+    Args:
+        on_signal: Called with each signal; one for which it returns True cancels nothing.
+        further: Further signals that are received.
     """
     import anyio  # loaded here, since commands handle signals before they load anything large
 
-    numbers = (signal.SIGINT, *ending_signals())
+    numbers = (signal.SIGINT, *ending_signals(), *further)
     handlers = {number: signal.getsignal(number) for number in numbers}
     try:
         with anyio.open_signal_receiver(*numbers) as signals:
@@ -78,11 +84,11 @@ async def cancelled_by_signals(
 
                 async def listen() -> None:
                     async for number in signals:
-                        on_signal(number)
-                        tasks.cancel_scope.cancel()
+                        if not on_signal(number):
+                            tasks.cancel_scope.cancel()
 
                 tasks.start_soon(listen)
-                yield
+                yield tasks.cancel_scope.cancel
                 tasks.cancel_scope.cancel()
     finally:
         # asyncio restores the default handler, not the one before.

@@ -122,8 +122,12 @@ _APPLIED = {
         """,
     "checkpoints": "interval keep save_hf_checkpoint strategy verify on_damage root mirror",
     "record": "rollouts groups_per_step max_bytes max_steps redact",
+    "checkpoints": """
+        interval keep save_hf_checkpoint strategy verify on_damage notice root mirror
+        """,
     "checkpoints.keep_best": "set metric mode",
     "tracking": "trackers folder project",
+    "notify": "webhook command events deadline",
 }
 APPLIED = expand_paths(_APPLIED)
 """Settings that take effect when a run is resumed."""

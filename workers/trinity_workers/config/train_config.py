@@ -24,6 +24,7 @@ from .sections.checkpoints import CheckpointsConfig
 from .sections.explorer import ExplorerConfig
 from .sections.model import ModelConfig
 from .sections.record import RecordConfig
+from .sections.notify import NotifyConfig
 from .sections.rollouts import RolloutsConfig
 from .sections.sync import DEFAULT_PROBES, PublishedForm, SyncConfig, WeightsPath
 from .sections.task import TaskConfig
@@ -59,6 +60,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     record: RecordConfig = RecordConfig()
     tracking: TrackingConfig = TrackingConfig()
+    notify: NotifyConfig = NotifyConfig()
 
     def version_wanted(self, step: int) -> int:
         """Return the oldest version whose tokens step ``step`` may train on; any if negative."""

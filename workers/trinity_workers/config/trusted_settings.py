@@ -90,6 +90,8 @@ REFERENCES: dict[str, Reference] = {
     "tracking.trackers": Reference("code", role="trainer"),
     "tracking.folder": Reference("path", role="trainer"),
     "record.redact": Reference("code", role="trainer"),
+    "notify.webhook": Reference("URL", role="trainer"),
+    "notify.command": Reference("code", role="trainer"),
 }
 """Settings that name something outside of the configuration, by path."""
 
@@ -143,8 +145,10 @@ _DATA = {
         """,
     "checkpoints": "interval keep save_hf_checkpoint strategy verify on_damage",
     "record": "rollouts groups_per_step max_bytes max_steps",
+    "checkpoints": "interval keep save_hf_checkpoint strategy verify on_damage notice",
     "checkpoints.keep_best": "set metric mode",
     "tracking": "project",
+    "notify": "events deadline",
 }
 DATA = expand_paths(_DATA)
 """Settings that name nothing outside of the configuration: numbers, choices, and plain text."""

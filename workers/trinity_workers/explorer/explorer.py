@@ -29,7 +29,7 @@ from trinity_events.errors import (
     VersionUnavailable,
 )
 from trinity_events.log import STATUS_LEASE
-from trinity_events.rollouts import Claim, RolloutClient, evaluation_keys
+from trinity_events.rollouts import ABORTED, Claim, RolloutClient, evaluation_keys
 from trinity_events.rollouts.payloads import PayloadStore
 from trinity_events.server import connect
 from trinity_events.system.error_text import first_error, ungrouped
@@ -65,6 +65,8 @@ logger = logging.getLogger(__name__)
 ROLE = "explorer"
 MOST_ABORTS = 3
 """Attempts of a request that a version may abort; it waits for the answer of a later one."""
+_GIVE_BACK = 2.0
+"""Seconds in which an explorer that ends gives its claims back; a supervisor kills after ten."""
 _CLAIM_BLOCK = 1.0
 """Seconds that one claim waits for requests, after which newer weights are looked for."""
 
@@ -341,6 +343,12 @@ class Explorer:
                 async with requests.renewing(claims) as held_claims, self._turns.training():
                     try:
                         await self._answer_with_weights(requests, held_claims, installer)
+                    except anyio.get_cancelled_exc_class():
+                        # A lapsed claim would count as a failed attempt, and be waited for.
+                        with anyio.CancelScope(shield=True), anyio.move_on_after(_GIVE_BACK):
+                            for claim in held_claims:
+                                await requests.give_back(claim, ABORTED)
+                        raise
                     except EngineEnded as error:
                         # Others need not wait until the claims of an explorer that ends lapse.
                         for claim in held_claims:

@@ -94,13 +94,13 @@ class Actors:
                     tasks.start_soon(collect, name, reference)
         return [results[name] for name in self._actors]
 
-    async def call(self, name: str, method: str) -> Any:
+    async def call(self, name: str, method: str, *arguments: object) -> Any:
         """Return what a method of one of them answers.
 
         Raises:
             ActorDied: if it died.
         """
-        return await self._answer(name, getattr(self._actors[name], method).remote())
+        return await self._answer(name, getattr(self._actors[name], method).remote(*arguments))
 
     async def replace(self, name: str, actor: Any) -> None:
         """Take an actor in the place of one that died or is given up, and watch its process."""

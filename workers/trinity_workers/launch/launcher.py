@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,8 @@ from .live_processes import LAUNCHER, refuse_live_run
 from .mirror import mirrored
 from .model import make_model
 from .next_command import next_command
+from .notice import Notice, Save
+from .notifier import Message, notify
 from .processes import ReducerProcess
 from .progress import ProgressView
 from .results import Outcome
@@ -158,11 +160,14 @@ async def run_job(options: LaunchOptions, report: Report) -> None:
         Interrupted: On SIGINT or SIGTERM, after all parts ended and the log was closed.
         TrinityError: If a part fails.
     """
-    async with interruptible(options.run_id):
-        await _run(options, report)
+    notice = Notice(options.settings.checkpoints.notice)
+    async with interruptible(options.run_id, notice) as end:
+        await _run(options, report, notice, end)
 
 
-async def _run(options: LaunchOptions, report: Report) -> None:
+async def _run(
+    options: LaunchOptions, report: Report, notice: Notice, end: Callable[[], None]
+) -> None:
     began, alone = time.monotonic(), options.alone
     settings = options.settings
     await _check(options)
@@ -233,10 +238,10 @@ async def _run(options: LaunchOptions, report: Report) -> None:
         async with (
             # Left from the last to the first: the log is closed, then trackers and mirror take
             # their last entries from it, and the summary reads it as a whole.
-            _summarized(job, log, report),
+            _summarized(job, log, report, notice),
             mirrored(config),
             tracked(config),
-            closing(client, config, options.resume_command),
+            closing(client, config, options.resume_command, notice),
         ):
             await claim()  # a log that is new has its first entry by now
             write_copy(folder, settings)
@@ -260,7 +265,10 @@ async def _run(options: LaunchOptions, report: Report) -> None:
                         room = await exits.enter_async_context(
                             _room(config, here, options.ray_address, view)
                         )
-                    await _work(job, here, room, publisher.waits, view.print_line)
+                    await _work(
+                        *(job, here, room, publisher.waits, view.print_line),
+                        partial(notice.saving, end=end),
+                    )
                 if not alone:
                     await _last_weights_taken(client, config, view)
 
@@ -346,7 +354,9 @@ def _chosen_transport(options: LaunchOptions) -> Chosen:
 
 
 @asynccontextmanager
-async def _summarized(job: _Job, log: RedisEventLog, report: Report) -> AsyncIterator[None]:
+async def _summarized(
+    job: _Job, log: RedisEventLog, report: Report, notice: Notice
+) -> AsyncIterator[None]:
     """Report the summary of the run however the block ends."""
     try:
         yield
@@ -362,6 +372,8 @@ async def _summarized(job: _Job, log: RedisEventLog, report: Report) -> AsyncIte
                 logger.warning("run %s has no summary: %s", log.run_id, unread)
             else:
                 report(summary)
+        with anyio.CancelScope(shield=True):
+            await _notify_end(job, outcome, error, notice)
         raise
     try:
         summary = await _summary(job, log, "finished", None)
@@ -369,6 +381,26 @@ async def _summarized(job: _Job, log: RedisEventLog, report: Report) -> AsyncIte
         logger.warning("run %s has no summary: %s", log.run_id, unread)
     else:
         report(summary)
+    await _notify_end(job, "finished", None, notice)
+
+
+async def _notify_end(
+    job: _Job, outcome: Outcome, error: BaseException | None, notice: Notice
+) -> None:
+    """Send a message about the end of the run, if its configuration asks for one."""
+    run_id, command = job.options.run_id, None
+    if outcome == "finished":
+        sentence = f"run {run_id} finished all of its {job.config.steps} steps"
+    elif outcome == "interrupted":
+        reason = "" if notice.sentence is None else f": {notice.sentence}"
+        sentence = f"run {run_id} was interrupted{reason}"
+        command = next_command(job.options.resume_command, None)
+    else:
+        assert error is not None
+        sentence = f"run {run_id} failed: {format_cause(error)}"
+        command = next_command(job.options.resume_command, first_error(error))
+    message = Message(run=run_id, event=outcome, sentence=sentence, command=command)
+    await notify(job.config.notify, message)
 
 
 async def _summary(
@@ -440,7 +472,12 @@ async def _room(
 
 
 async def _work(
-    job: _Job, explorers_here: int, room: Placement, waits: WaitReporter, notify: Notify
+    job: _Job,
+    explorers_here: int,
+    room: Placement,
+    waits: WaitReporter,
+    notify: Notify,
+    notice: Callable[[Save], AbstractAsyncContextManager[None]],
 ) -> None:
     """Make the model, train and explore; keep the results in the job."""
     config = job.config
@@ -452,6 +489,12 @@ async def _work(
         | {f"explorer-{rank}": explorer for rank, explorer in enumerate(explorers)},
         waits,
     )
+
+    async def save(seconds: float) -> str:
+        sentence = str(await actors.call("trainer-0", "save_on_notice", seconds))
+        notify(f"run {config.run_id} is about to end: {sentence}")
+        return sentence
+
     async with beating(job.options.health_file):
         with waits.waiting("the built-in model to be made and warmed up"):
             job.warm_up_steps = await _make_model(config)
@@ -463,7 +506,8 @@ async def _work(
             for rank in range(explorers_here):
                 start = partial(_start_explorer, config, room, rank)
                 exploring.start_soon(explore_to_the_end, actors, f"explorer-{rank}", start, notify)
-            job.training = await actors.call("trainer-0", "train")
+            async with notice(save):
+                job.training = await actors.call("trainer-0", "train")
         await actors.call("trainer-0", "shutdown")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 import anyio
@@ -20,6 +20,7 @@ from trinity_schemas import RunClosed
 
 from ..config.train_config import RunConfig
 from .next_command import next_command
+from .notice import NOTICE_SIGNALS, Notice
 
 _SHORT_DEADLINE = 3.0
 """Seconds to close a run that failed or was interrupted: supervisors kill after ten."""
@@ -44,8 +45,16 @@ class Interrupted(TrinityError):
 
 
 @asynccontextmanager
-async def interruptible(run_id: str) -> AsyncIterator[None]:
+async def interruptible(
+    run_id: str, notice: Notice | None = None
+) -> AsyncIterator[Callable[[], None]]:
     """Turn signals that ask the process to end into an orderly end of the block.
+
+    Yields a function that ends the block as a signal does.
+
+    Args:
+        run_id: The run.
+        notice: Receives each signal first, and may take it as a notice; None takes none.
 
     Raises:
         Interrupted: after the block has ended, when that is why.
@@ -53,16 +62,17 @@ async def interruptible(run_id: str) -> AsyncIterator[None]:
     received: list[int] = []
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
-    def record(number: int) -> None:
+    def record(number: int) -> bool:
         received.append(number)
         if number == signal.SIGHUP:
             _leave(terminals)
+        return notice is not None and notice.receive(number)
 
     with ungrouped():
-        async with cancelled_by_signals(record):
-            yield
+        async with cancelled_by_signals(record, NOTICE_SIGNALS) as end:
+            yield end
     if received:
-        for number in (signal.SIGINT, *ending_signals()):
+        for number in (signal.SIGINT, *ending_signals(), *NOTICE_SIGNALS):
             signal.signal(number, signal.SIG_IGN)  # what is left to do is to say so
         # The first signal: later ones only repeat it, as users and supervisors do.
         raise Interrupted(run_id, received[0])
@@ -78,7 +88,10 @@ def _leave(terminals: list[int]) -> None:
 
 @asynccontextmanager
 async def closing(
-    client: redis.asyncio.Redis, config: RunConfig, command: str | None = None
+    client: redis.asyncio.Redis,
+    config: RunConfig,
+    command: str | None = None,
+    notice: Notice | None = None,
 ) -> AsyncIterator[None]:
     """Close the run at the end of the block, also after an error, and wait for the reducer.
 
@@ -86,12 +99,14 @@ async def closing(
         client: The server of the log.
         config: The run.
         command: Command that resumes it from its newest checkpoint.
+        notice: Notice of the end, whose sentence the close of an interrupted run has.
     """
     try:
         yield
     except BaseException as error:
         if isinstance(error, anyio.get_cancelled_exc_class()):
-            closed = RunClosed(reason="interrupted", command=command)
+            sentence = None if notice is None else notice.sentence
+            closed = RunClosed(reason="interrupted", error=sentence, command=command)
         else:
             following = next_command(command, first_error(error))
             closed = RunClosed(

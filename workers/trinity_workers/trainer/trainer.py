@@ -130,6 +130,9 @@ class Trainer:
         self._exits = AsyncExitStack()
         self._metrics: dict[str, float] = {}
         self._payload_reader: PayloadReader | None = None
+        self._noticed = anyio.Event()
+        """Set by the notice that the job is about to end."""
+        self._saved_on_notice = anyio.Event()
 
     @classmethod
     def get_actor(cls, config: RunConfig, place: Mapping[str, Any] | None = None) -> Any:
@@ -270,7 +273,11 @@ class Trainer:
         step_metrics: list[dict[str, float]] = []
         try:
             while self.train_step_num < self.config.steps:
-                groups, self._metrics = await self._take_step()
+                taken = await self._take_step()
+                if taken is None:
+                    await self._save_and_wait_for_end()
+                    break
+                groups, self._metrics = taken
                 step_metrics.append(self._metrics)
                 # Before a checkpoint of this step, whose ledger has these fates.
                 await self._report_trained(groups)
@@ -303,8 +310,8 @@ class Trainer:
             dropped_groups=sum(self._dispatcher.ledger.dropped.values()),
         )
 
-    async def _take_step(self) -> tuple[list[AnswerGroup], dict[str, float]]:
-        """Take the next step; return its groups and metrics.
+    async def _take_step(self) -> tuple[list[AnswerGroup], dict[str, float]] | None:
+        """Take the next step; return its groups and metrics, or None if the job is about to end.
 
         A step whose ranks cannot load the tokens of their groups is not begun. Its groups are
         returned, and those without tokens are generated again.
@@ -314,7 +321,9 @@ class Trainer:
         """
         for attempt in range(1, _LOADING_ATTEMPTS + 1):
             with self._clock.phase("waiting-rollouts"):
-                groups = await self._take(self.train_step_num + 1)
+                groups = await self._take_unless_noticed(self.train_step_num + 1)
+            if groups is None:
+                return None
             try:
                 with self._clock.phase("training"):
                     return groups, await self.train_step([group.experiences for group in groups])
@@ -324,6 +333,64 @@ class Trainer:
                 logger.warning("step %d: %s", self.train_step_num + 1, error)
                 await self._dispatcher.return_groups(groups, error.faults)
         raise AssertionError("unreachable")
+
+    async def _take_unless_noticed(self, step: int) -> list[AnswerGroup] | None:
+        """Return the groups of a step; None once the job is about to end."""
+        groups: list[AnswerGroup] | None = None
+
+        async def take() -> None:
+            nonlocal groups
+            groups = await self._take(step)
+            tasks.cancel_scope.cancel()
+
+        if not self._noticed.is_set():
+            with ungrouped():
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(take)
+                    await self._noticed.wait()
+                    # A call that is cut off is completed by the next one (invariant 3 of the
+                    # dispatcher), which is that of a resumed epoch here.
+                    tasks.cancel_scope.cancel()
+        return None if self._noticed.is_set() else groups
+
+    async def _save_and_wait_for_end(self) -> None:
+        """Save a checkpoint of the last step, if it has none, and wait for the trainer's end."""
+        if self.config.checkpoints.interval and not self._is_saved:
+            await self.save_checkpoint(block_until_saved=True)
+        await self.engine.wait_for_save()
+        self._saved_on_notice.set()
+        await anyio.sleep_forever()
+
+    @property
+    def _is_saved(self) -> bool:
+        """True if the last step has a checkpoint already, or is that of which the run resumed."""
+        step = self.train_step_num
+        return self.need_save() or step == (self.config.resumed_step or 0)
+
+    async def save_on_notice(self, seconds: float) -> str:
+        """Save a checkpoint within a notice; return what was saved and what was lost, in words.
+
+        A step that is being computed is completed first. A wait for rollouts is cut off.
+        """
+        before, began = self.train_step_num, time.monotonic()
+        self._noticed.set()
+        with anyio.move_on_after(seconds):
+            await self._saved_on_notice.wait()
+        passed, step = time.monotonic() - began, self.train_step_num
+        if not self.config.checkpoints.interval:
+            return f"checkpoints.interval is 0, so that all {step} steps are lost"
+        if step == (self.config.resumed_step or 0):
+            return f"no step was taken after step {step}, so that none is lost"
+        if self._saved_on_notice.is_set():
+            return (
+                f"the checkpoint of step {step} was complete within {passed:.1f} s; no step is "
+                f"lost, and a resume asks again for {self._dispatcher.open_count} open prompts"
+            )
+        cause = "its save was not complete" if step > before else "the step was not taken"
+        return (
+            f"{cause} within {seconds:g} s: the steps after the newest checkpoint are lost, and a "
+            "resume trains them again"
+        )
 
     def _get_running_step(self) -> int | None:
         """Return the number of steps taken; None once the end is published."""

@@ -1,4 +1,5 @@
 """Rules of checkpoints, the record and trackers: what rests on them needs them."""
+"""Rules of checkpoints, trackers and messages: what rests on them needs them."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def _find_unknown_results(values: Values) -> Contradictions:
 
 RULES: tuple[Rule, ...] = (
     OnlyWhen("checkpoints.save_hf_checkpoint checkpoints.keep checkpoints.mirror", _WRITTEN, _NONE),
-    OnlyWhen("checkpoints.keep_best.set", _WRITTEN, _NONE),
+    OnlyWhen("checkpoints.keep_best.set checkpoints.notice", _WRITTEN, _NONE),
     OnlyWhen(
         "checkpoints.keep_best.metric checkpoints.keep_best.mode",
         is_set("checkpoints.keep_best.set"),
@@ -58,6 +59,9 @@ RULES: tuple[Rule, ...] = (
         "record.max_bytes record.max_steps record.redact",
         is_any("record.rollouts", "sample", "all"),
         "no rollouts are recorded",
+        "notify.events notify.deadline",
+        is_set("notify.webhook") | is_set("notify.command"),
+        "nothing is notified",
     ),
     OnlyWhen(
         "tracking.folder tracking.project", is_set("tracking.trackers"), "there is no tracker"

@@ -8,7 +8,7 @@ from trinity_events.checkpoints.verification import VerifyMode
 from trinity_schemas import SaveStrategy
 
 from ...section import Section
-from ..types import NotNegative
+from ..types import NotNegative, Seconds
 
 OnDamage = Literal["stop", "previous"]
 
@@ -42,6 +42,10 @@ class CheckpointsConfig(Section, frozen=True, kw_only=True):
     """Strategy that limits concurrent saves."""
     root: str | None = None
     """Folder with one checkpoint directory per run. Null is `checkpoints` below TRINITY_HOME."""
+    notice: Seconds | None = None
+    """Seconds from SIGTERM or SIGUSR2, such as Slurm's warning, until the job is killed: within
+    them a checkpoint of the last step is saved. Null saves on SIGUSR2, within 60 s, and ends at
+    once on SIGTERM."""
     mirror: str | None = None
     """URL of object storage for fsspec, such as `s3://bucket/path`. Each ready checkpoint is copied
     there, and a resume fetches one that is not below `root`. Null copies none."""
