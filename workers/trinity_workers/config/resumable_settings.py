@@ -120,7 +120,6 @@ _APPLIED = {
         questions count samples temperature top_p top_k min_p repetition_penalty max_new_tokens
         pass_at correct_from interval versions at_start at_end
         """,
-    "checkpoints": "interval keep save_hf_checkpoint strategy verify on_damage root mirror",
     "record": "rollouts groups_per_step max_bytes max_steps redact",
     "checkpoints": """
         interval keep save_hf_checkpoint strategy verify on_damage notice root mirror

@@ -23,8 +23,8 @@ from .other_names import to_current_names
 from .sections.checkpoints import CheckpointsConfig
 from .sections.explorer import ExplorerConfig
 from .sections.model import ModelConfig
-from .sections.record import RecordConfig
 from .sections.notify import NotifyConfig
+from .sections.record import RecordConfig
 from .sections.rollouts import RolloutsConfig
 from .sections.sync import DEFAULT_PROBES, PublishedForm, SyncConfig, WeightsPath
 from .sections.task import TaskConfig

@@ -1,5 +1,4 @@
-"""Rules of checkpoints, the record and trackers: what rests on them needs them."""
-"""Rules of checkpoints, trackers and messages: what rests on them needs them."""
+"""Rules of checkpoints, the record, trackers and messages: what rests on them needs them."""
 
 from __future__ import annotations
 
@@ -59,6 +58,8 @@ RULES: tuple[Rule, ...] = (
         "record.max_bytes record.max_steps record.redact",
         is_any("record.rollouts", "sample", "all"),
         "no rollouts are recorded",
+    ),
+    OnlyWhen(
         "notify.events notify.deadline",
         is_set("notify.webhook") | is_set("notify.command"),
         "nothing is notified",
