@@ -20,7 +20,9 @@ from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events import Synchronizer  # noqa: E402
 from trinity_events.errors import CorruptVersion, DeadlineExceeded  # noqa: E402
 from trinity_events.log import open_run  # noqa: E402
+from trinity_events.rollouts import RolloutDispatcher  # noqa: E402
 from trinity_events.rollouts.exclusions import MALFORMED_ANSWERS  # noqa: E402
+from trinity_events.rollouts.payloads import RedisPayloads  # noqa: E402
 from trinity_events.weights import version_reader  # noqa: E402
 from trinity_schemas import (  # noqa: E402
     ExplorerStatusChanged,
@@ -30,6 +32,7 @@ from trinity_schemas import (  # noqa: E402
     RunKeys,
     WeightsApplied,
 )
+from trinity_workers.config.answer_limits import read_answer_limits  # noqa: E402
 from trinity_workers.config.sections.task import TaskConfig  # noqa: E402
 from trinity_workers.explorer.explorer import MOST_ABORTS, Explorer  # noqa: E402
 from trinity_workers.explorer.versions import RunEnded  # noqa: E402
@@ -38,6 +41,7 @@ from trinity_workers.rewards.settings import RewardsConfig  # noqa: E402
 from trinity_workers.rollout_engines import EngineEnded  # noqa: E402
 from trinity_workers.rollouts.episodes import OtherTaskSet  # noqa: E402
 from trinity_workers.rollouts.user_task import task_of  # noqa: E402
+from trinity_workers.trainer.trainer import dispatch_settings  # noqa: E402
 
 STEPS = 3
 
@@ -174,6 +178,48 @@ async def test_claims_of_an_engine_that_ends_go_to_others_at_once(config, traine
         groups = await dispatcher.take(2, deadline=PATIENCE)
         await trainer.publish(STEPS)
     assert {group.attempt for group in groups} == {2}
+
+
+class BlockedEngine(Explorer):
+    """An explorer that generates for ever."""
+
+    def _make_engine(self):
+        engine = super()._make_engine()
+
+        async def generate(_):
+            await anyio.sleep_forever()
+
+        engine.generate = generate
+        return engine
+
+    async def prepare_and_explore(self):
+        await self.prepare()
+        await self.explore()
+
+
+async def test_an_explorer_that_is_ended_gives_its_claims_back_and_spends_no_attempt(
+    config, trainer
+):
+    config = config.replaced("rollouts", claim_lease=10 * PATIENCE)
+    limits, fingerprint = read_answer_limits(config), task_of(config).fingerprint
+    dispatcher = RolloutDispatcher(
+        trainer.client,
+        trainer.publisher,
+        msgspec.structs.replace(dispatch_settings(config, fingerprint, limits), max_attempts=1),
+        payloads=RedisPayloads(trainer.client, config.run_id),
+    )
+    await dispatcher.start()
+    await trainer.publish(0)
+    await dispatcher.dispatch(2, trainer.version(0))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(BlockedEngine(config, 0).prepare_and_explore)
+        await until(lambda: dispatcher_sees_a_claim(trainer))
+        tasks.cancel_scope.cancel()
+    async with exploring(Explorer(config, 1)):
+        groups = await dispatcher.take(2, deadline=PATIENCE)
+        await trainer.publish(STEPS)
+    assert [group.attempt for group in groups] == [2, 2]
+    assert dispatcher.ledger.dropped == {}
 
 
 async def dispatcher_sees_a_claim(trainer):
