@@ -33,7 +33,7 @@ class Notice:
 
     def __init__(self, seconds: float | None) -> None:
         self.sentence: str | None = None
-        """What was saved and what was lost, once the notice has ended."""
+        """Sentence about what was saved and lost, once the notice has ended."""
         self._seconds = NOTICE_SECONDS if seconds is None else seconds
         self._numbers = {signal.SIGUSR2, *(() if seconds is None else (signal.SIGTERM,))}
         self._received: anyio.Event | None = None

@@ -40,7 +40,7 @@ class Message(Struct, frozen=True, kw_only=True):
     run: str
     event: NotifiedEvent
     sentence: str
-    """What happened, in one sentence."""
+    """One sentence about what happened."""
     command: str | None
     """Command that continues the run; null if there is nothing to continue."""
 
