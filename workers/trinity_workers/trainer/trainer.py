@@ -273,11 +273,11 @@ class Trainer:
         step_metrics: list[dict[str, float]] = []
         try:
             while self.train_step_num < self.config.steps:
-                taken = await self._take_step()
-                if taken is None:
+                step_result = await self._take_step()
+                if step_result is None:
                     await self._save_and_wait_for_end()
                     break
-                groups, self._metrics = taken
+                groups, self._metrics = step_result
                 step_metrics.append(self._metrics)
                 # Before a checkpoint of this step, whose ledger has these fates.
                 await self._report_trained(groups)
