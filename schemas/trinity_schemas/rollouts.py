@@ -49,6 +49,7 @@ QUESTION_SET = r"^([A-Za-z0-9][A-Za-z0-9._-]{0,126})?$"
 """Pattern of a set's name, which is part of the names of metrics."""
 MAX_EXCLUDED_NAMES = 64
 """Maximum explorers that a request names as excluded: every request repeats them."""
+PayloadTransport = Literal["redis", "shm"]
 Attempts = Annotated[int, Meta(ge=1, le=2**31, description="Number of the attempt, from 1.")]
 Samples = Annotated[int, Meta(ge=1, le=2**20, description="Samples of a group.")]
 
@@ -122,6 +123,13 @@ class RolloutRequest(Struct, frozen=True, kw_only=True):
             description="Explorers whose answers are not taken, the last ones excluded.",
         ),
     ] = ()
+    payloads: Annotated[
+        PayloadTransport | None,
+        Meta(
+            description="Medium on which the tokens of the answer may lie; null if its samples are "
+            "to have them, as the trainer reads no payloads."
+        ),
+    ] = None
     last_attempt: Annotated[
         bool,
         Meta(
@@ -306,7 +314,7 @@ class PayloadAddress(Struct, frozen=True, kw_only=True):
     """Place of the tokens of an answer: those of all its samples, which are one payload."""
 
     transport: Annotated[
-        Literal["redis", "shm"],
+        PayloadTransport,
         Meta(description="Medium: the server of the weights, or shared memory of the host."),
     ]
     name: Annotated[

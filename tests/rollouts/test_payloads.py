@@ -270,10 +270,22 @@ async def test_an_entry_of_another_writer_frees_no_payload_that_is_used(parts, s
 async def test_references_are_refused_where_no_rank_reads_them(parts, store):
     dispatcher = await parts.dispatcher()
     await dispatcher.dispatch(1, parts.version)
-    assert await answer(parts.explorer(payloads=store)) == [0]
+    [claim] = await parts.explorer().claim(1, seconds=PATIENCE)
+    address = PayloadAddress(transport="redis", name="0" * 32, size=1, digest="xxh3:" + "0" * 32)
+    await send(parts, claim, [*map(encode, refer(samples_of(claim), address))], field="r")
     with raises(DeadlineExceeded):
         await dispatcher.take(1, deadline=0.3)
     assert {reason for *_, reason in await reissued(parts)} == {"malformed"}
+
+
+async def test_an_explorer_writes_payloads_for_a_trainer_that_reads_them_alone(parts, media):
+    store, reader = media
+    dispatcher = await parts.dispatcher()
+    await dispatcher.dispatch(1, parts.version)
+    assert await answer(parts.explorer(payloads=store)) == [0]
+    [group] = await dispatcher.take(1, deadline=PATIENCE)
+    assert group.payload is None
+    assert load_groups(reader, [group.experiences]) == [list(group.experiences)]
 
 
 async def test_whole_samples_are_taken_next_to_references(parts, store, redis_url):

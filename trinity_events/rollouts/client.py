@@ -92,7 +92,8 @@ class RolloutClient:
         lease: Seconds after which a claim that is not renewed lapses, as the dispatcher has it.
         deadline: Seconds for which a call waits for a server that is away.
         keys: Keys with the streams; by default those of the run's rollouts.
-        payloads: Store of the tokens of answers; None sends them through the stream itself.
+        payloads: Store of the tokens of answers, for requests that name its medium; None sends
+            them through the stream itself.
     """
 
     def __init__(
@@ -208,10 +209,13 @@ class RolloutClient:
         self, answers: Sequence[tuple[Claim, Sequence[Experience]]]
     ) -> Sequence[PayloadAddress | None]:
         """Write the tokens of answers, before the script of their answer; return where they lie."""
-        if (store := self._payloads) is None:
-            return [None] * len(answers)
-        payloads, addresses = {}, []
-        for _, experiences in answers:
+        payloads: dict[str, bytes] = {}
+        addresses: list[PayloadAddress | None] = []
+        store = self._payloads
+        for claim, experiences in answers:
+            if store is None or claim.request.payloads != store.transport:
+                addresses.append(None)
+                continue
             # A new name for each attempt to answer: a payload that was lost on its way, or that of
             # an earlier call, is never taken for this one.
             name, payload = secrets.token_hex(16), encode_turns(experiences)
@@ -224,6 +228,8 @@ class RolloutClient:
                     digest=digest_payload(payload),
                 )
             )
+        if store is None or not payloads:
+            return addresses
         wait = self._wait("the tokens of answers were not written")
         # A death from here on leaves payloads that no entry names, and so does an answer that is
         # discarded: their leases end. The explorer deletes none: the reply that its answer counted

@@ -895,6 +895,7 @@ class RolloutDispatcher:
             deadline=self.settings.request_deadline,
             # The newest ones, since the field is bounded.
             excluded=tuple(self.exclusions.names[-MAX_EXCLUDED_NAMES:]),
+            payloads=None if self._payloads is None else self._payloads.transport,
             last_attempt=self._state.is_last_attempt(request.ordinal),
         )
         earlier = self._replaced(request.earlier, request.due)
