@@ -28,7 +28,7 @@ from trinity_workers.rollout_engines import (
 )
 
 from .environment import Stage, reducer
-from .measure import Findings, Noise, Row, median, ratio, say, spread
+from .measure import Findings, Noise, Row, median, ratio, say, say_row, spread
 from .report import ENGINES
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ _SHORTEST = Load(8, 16)
 _ALL = tuple(Load(requests, tokens) for tokens in (64, 512) for requests in (8, 32, 128))
 SIZES = {
     "tiny": Size((_SHORTEST,), 1, 1, "2 min"),
-    "small": Size(_ALL, 1, 5, "5 min"),
+    "small": Size(_ALL[:3], 2, 5, "3 min"),
     "full": Size((*_ALL, Load(128, 512, varied=True)), 3, 5, "15 min"),
 }
 
@@ -222,7 +222,7 @@ async def _compare(engines: Mapping[str, RolloutEngine], model: PreTrainedModel)
 
 def _row(what: str, values: Mapping[str, Sequence[float]], factor: float, unit: str) -> Row:
     ours, peer = values["vllm"], values["huggingface"]
-    return Row(
+    row = Row(
         what=what,
         figure=f"{median(ours) * factor:,.4g} {unit}",
         peer="huggingface",
@@ -230,3 +230,5 @@ def _row(what: str, values: Mapping[str, Sequence[float]], factor: float, unit: 
         ratio=ratio(ours, peer),
         spread=spread(ours),
     )
+    say_row(row)
+    return row

@@ -107,6 +107,12 @@ def ratio(ours: Sequence[float], peer: Sequence[float]) -> float:
     return median([figure / peer_figure for figure, peer_figure in zip(ours, peer, strict=True)])
 
 
+def say_row(row: Row) -> None:
+    """Print a row as it is measured: a benchmark of many minutes may be interrupted."""
+    peer = f", {row.peer} {row.peer_figure}" if row.peer else ""
+    say(f"  {row.what}: {row.figure}{peer}")
+
+
 def say(line: str) -> None:
     """Print progress."""
     print(line, file=sys.stderr, flush=True)
