@@ -1,8 +1,9 @@
 """Explorer that answers at once, or after a pause, with experiences that are ready.
 
-Usage: python -m benchmarks.instant_explorer URL RUN NAME TOKENS PAUSE MEDIUM; ends with standard
-input. Its tokens travel in the stream, or as payloads in shared memory (shm) or on the server
-(redis). It keeps the share of its time for which it waited for requests in the hash KEY.
+Usage: python -m benchmarks.instant_explorer URL RUN NAME TOKENS PAUSE MEDIUM PAYLOADS; ends with
+standard input. Its tokens travel in the stream, or as payloads in shared memory (shm) or on the
+server PAYLOADS (redis). It keeps the share of its time for which it waited for requests in the
+hash KEY.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ def open_store(client: redis.asyncio.Redis, run_id: str, medium: str) -> Payload
 
 
 async def explore(  # the arguments of its command line
-    url: str, run_id: str, name: str, tokens: str, pause: str, medium: str
+    url: str, run_id: str, name: str, tokens: str, pause: str, medium: str, payloads_url: str
 ) -> None:
     """Claim and answer the requests of a run's newest epoch."""
     ready = ready_turns(int(tokens))
-    async with connect(url) as client:
+    async with connect(url) as client, connect(payloads_url) as payloads:
         epoch = int(await client.get(RunKeys.of(run_id).epoch) or 0)
-        store = open_store(client, run_id, medium)
+        store = open_store(payloads, run_id, medium)
         explorer = RolloutClient(client, run_id, epoch, name, lease=LEASE, payloads=store)
         waited = busy = 0.0
         try:
@@ -98,4 +99,4 @@ def experiences(claim: Claim, explorer: str, ready: list[Turn]) -> list[Experien
 
 
 if __name__ == "__main__":
-    anyio.run(until_stopped, lambda: explore(*sys.argv[1:7]), True)
+    anyio.run(until_stopped, lambda: explore(*sys.argv[1:8]), True)

@@ -26,7 +26,7 @@ import redis.asyncio
 
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
 from trinity_events.rollouts import AnswerGroup, DispatchSettings, RolloutDispatcher
-from trinity_events.server import connect
+from trinity_events.server import EmbeddedServer, connect, open_client
 from trinity_events.system.shared_memory import SHARED_MEMORY, free_bytes
 from trinity_schemas import ExperienceReference, RunKeys, Sampling, StepRef
 from trinity_workers.worker_group.rows import split_rows
@@ -76,7 +76,7 @@ Medium = Literal["stream", "shm", "redis"]
 MEDIA: dict[Medium, str] = {
     "stream": "samples in the stream",
     "shm": "payloads in shared memory",
-    "redis": "payloads on the server",
+    "redis": "payloads on a server",
 }
 
 
@@ -190,13 +190,28 @@ class Rank:
         return msgspec.msgpack.decode(self._answers.read(length), type=Loaded)
 
 
+class Place(NamedTuple):
+    """Servers of this benchmark, and the ranks."""
+
+    on: Stage
+    payloads_url: str
+    """Server of the payloads, which keeps no file."""
+    ranks: Sequence[Rank]
+
+    def servers(self) -> list[int]:
+        """Return the ids of the processes of both servers."""
+        with open_client(self.payloads_url) as client:
+            info: Any = client.info("server")
+        return [self.on.server["process_id"], info["process_id"]]
+
+
 @contextmanager
-def ranks_of(on: Stage) -> Iterator[list[Rank]]:
+def ranks_of(on: Stage, payloads_url: str) -> Iterator[list[Rank]]:
     """Start the ranks, which end with the block."""
     with ExitStack() as exits:
         started = [
             exits.enter_context(
-                process("benchmarks.loading_rank", on.url, home=on.folder, with_output=True)
+                process("benchmarks.loading_rank", payloads_url, home=on.folder, with_output=True)
             )
             for _ in range(RANKS)
         ]
@@ -210,15 +225,20 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
     cases = [(shape, medium) for shape in shapes for medium in media_of(shape)]
     rounds: dict[tuple[Shape, Medium], list[Steps]] = {case: [] for case in cases}
     bare: list[float] = []
-    with process("benchmarks.relay", on.url, IN, OUT, home=on.folder), ranks_of(on) as ranks:
+    with ExitStack() as exits:
+        # A second server that keeps no file, as runs have it for their weights.
+        server = EmbeddedServer(on.folder, "weights", durable=False)
+        payloads_url = exits.enter_context(server.attached())
+        exits.enter_context(process("benchmarks.relay", on.url, IN, OUT, home=on.folder))
+        place = Place(on, payloads_url, exits.enter_context(ranks_of(on, payloads_url)))
         for number in range(size.rounds):
             for shape, medium in cases:
                 noise.beat()
                 say(f"  round {number + 1} of {size.rounds}: {shape}, {MEDIA[medium]}")
                 count = steps_of(shape, size)
-                rounds[shape, medium].append(anyio.run(steps, on, shape, medium, count, 0.0, ranks))
+                rounds[shape, medium].append(anyio.run(steps, place, shape, medium, count, 0.0))
             bare += anyio.run(bare_hops, on, size.steps)
-        busy = anyio.run(steps, on, shapes[0], "shm", size.steps, GENERATION, ranks)
+        busy = anyio.run(steps, place, shapes[0], "shm", size.steps, GENERATION)
     rows = [row for case in cases for row in rows_of(*case, rounds[case], bare)]
     rows += growth_rows(rounds)
     peers = transfer_queue_steps(size, shapes)
@@ -301,7 +321,8 @@ def notes(
         f"with padding, on the CPU. {size.rounds} rounds of {size.steps} steps for each shape, and "
         "fewer of large ones. The ranks get their shares through pipes, and not through Ray.",
         "A bare copy writes payloads of as many bytes to the same medium and reads them, in this "
-        "process; for samples in the stream it is of as many entries.",
+        "process; for samples in the stream it is of as many entries. Payloads on a server are on "
+        "a second one that keeps no file, as runs have it for weights; the stream's keeps one.",
         "A step is from the dispatch of its prompts to the freeing of its answers, after each rank "
         "has its batch: nothing is asked for ahead, so all of it is overhead. Two bare hops are "
         "one message there and back. Memory is that of the processes at most (VmHWM), with the "
@@ -428,18 +449,12 @@ async def bare_hops(on: Stage, samples: int) -> list[float]:
             return [await hop() for _ in range(samples)]
 
 
-async def steps(  # what a round is of, called in one place
-    on: Stage,
-    shape: Shape,
-    medium: Medium,
-    count: int,
-    generation: float,
-    ranks: Sequence[Rank],
-) -> Steps:
+async def steps(place: Place, shape: Shape, medium: Medium, count: int, generation: float) -> Steps:
     """Run steps of a run of its own; with a generation that takes time, one step ahead."""
+    on, ranks = place.on, place.ranks
     run_id = f"bench-rollouts-{time.time_ns()}"
     prompts = shape.prompts
-    async with connect(on.url) as client:
+    async with connect(on.url) as client, connect(place.payloads_url) as payloads:
         epoch = await open_run(client, run_id)
         log = RedisEventLog(client, run_id)
         publisher = AsyncPublisher(log, epoch, new_producer("trainer"))
@@ -447,7 +462,7 @@ async def steps(  # what a round is of, called in one place
             client,
             publisher,
             settings(run_id, epoch, shape),
-            payloads=open_store(client, run_id, medium),
+            payloads=open_store(payloads, run_id, medium),
         )
         await dispatcher.start()
         stepper = Stepper(dispatcher, run_id, medium, ranks, prompts)
@@ -455,7 +470,13 @@ async def steps(  # what a round is of, called in one place
         with ExitStack() as explorers:
             started = []
             for name in range(EXPLORERS):
-                options = (f"explorer-{name}", str(shape.tokens), str(generation), medium)
+                options = (
+                    f"explorer-{name}",
+                    str(shape.tokens),
+                    str(generation),
+                    medium,
+                    place.payloads_url,
+                )
                 started.append(
                     explorers.enter_context(
                         process(
@@ -469,7 +490,7 @@ async def steps(  # what a round is of, called in one place
             watched = (
                 [psutil.Process().pid],
                 pids,
-                [on.server["process_id"]],
+                place.servers(),
                 [rank.pid for rank in ranks],
             )
             before, spent_before = await log.read(limit=10**6), spent(watched)
@@ -483,7 +504,8 @@ async def steps(  # what a round is of, called in one place
             peak = Processes(*(sum(map(peak_of, kind)) for kind in watched))
         idle = [float(share) for share in await client.hvals(KEY)]
         await client.delete(*RunKeys.of(run_id))
-        copies = [await bare_copy(client, medium, stepper.sizes) for _ in range(3)]
+        server = client if medium == "stream" else payloads
+        copies = [await bare_copy(server, medium, stepper.sizes) for _ in range(3)]
     entries = after[len(before) :]
     computed = Processes(
         *((new - old) / count for old, new in zip(spent_before, spent_after, strict=True))
