@@ -163,6 +163,21 @@ class KilledRun:
         [*_, count] = count_raw(payloads)
         return sum(count.recomputed.values())
 
+    def retrain(self) -> str:
+        """Train it again from its record; return what the command printed. Raises if it differs."""
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "trinity_workers.launch.retrain", self.run_id),
+                *("--checkpoint-root", str(self.folder), "--redis-url", self.redis_url),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=5 * PATIENCE,
+        )
+        assert done.returncode == 0, done.stderr[-8000:]
+        return done.stdout
+
     def _command(self, steps: int, explorers: int) -> list[str]:
         return [
             *(sys.executable, "-m", "trinity_events", "train", str(self._file)),

@@ -47,6 +47,8 @@ def test_a_run_that_was_killed_ends_with_the_bits_of_an_undisturbed_one(
     assert weights, "the checkpoint of the last step holds tensors"
     assert differences(weights, undisturbed.weights(steps)) == []
     assert killed.faults(steps) == undisturbed.faults(steps) == []
+    # Also what was trained after a resume: the record has the steps that count.
+    assert f"equal to the bit to {killed.run_id} at step {steps}" in killed.retrain()
 
 
 @pytest.mark.timeout(1200)

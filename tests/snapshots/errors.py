@@ -3981,6 +3981,20 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "/c/r/rollouts/f.parquet is no readable file of a record (no magic bytes): remove it to read the others",
         ),
     ],
+    "CannotRetrain": [
+        (
+            {"run_id": "r", "fault": "steps", "step": 3},
+            "step 3 of run r is not in its record: train with record.rollouts all, and limits of the record that the run does not meet",
+        ),
+        (
+            {"run_id": "r", "fault": "samples", "step": 3, "recorded": 12, "needed": 16},
+            "step 3 of run r has 12 of 16 samples in its record: train with record.rollouts all",
+        ),
+        (
+            {"run_id": "r", "fault": "redacted", "step": 3},
+            "tokens of step 3 of run r were redacted, so that it cannot be trained on again",
+        ),
+    ],
     "RecordFailed": [
         (
             {"run_id": "r", "rank": 1, "reason": "No space left on device"},

@@ -38,7 +38,7 @@ def write_record(
     )
     for step, groups in steps.items():
         samples = [sample for group in groups for sample in group]
-        width = max(len(sample.turns[1].tokens) for sample in samples)
+        width = max(sum(len(turn.tokens) for turn in sample.turns[1:]) for sample in samples)
         numbers = np.arange(len(samples) * width, dtype=np.float32)
         rows = StepRows(
             step=step,

@@ -70,8 +70,6 @@ def format_sample(row: dict[str, Any]) -> list[str]:
     ]
     if row["reward_error"]:
         lines.append(f"  error of the reward: {row['reward_error']}")
-    if row["judge_reply"]:
-        lines += _indent("judge", row["judge_reply"])
     for turn in row["turns"]:
         lines += _indent(turn["role"], turn["content"])
     return lines

@@ -141,7 +141,6 @@ class RecordWriter:
             for version, tokens in turn.versions
         ]
         completion = "".join(redacted[1:])
-        judge_reply = self._redact_text(getattr(sample, "judge_reply", ""))
         return {
             "run_id": sample.run_id,
             "epoch": self._settings.epoch,
@@ -170,7 +169,6 @@ class RecordWriter:
             "reward": sample.reward,
             "reward_parts": list(sample.reward_parts.items()),
             "reward_error": self._redact_text(sample.reward_error),
-            "judge_reply": judge_reply,
             "advantage": float(trained[0]) if len(trained) else None,
             "staleness": max(step - 1 - sample.oldest_version.step, 0),
             "proof": sample.proof,
