@@ -45,6 +45,8 @@ MAX_REWARD_PARTS = 256
 """Maximum named parts of a reward; a reward function has some dozens at most."""
 LONGEST_REWARD_ERROR = 500
 """Maximum characters of a sentence about a reward's error: every sample that failed repeats it."""
+LONGEST_JUDGE_REPLY = 2_000
+"""Maximum characters of a judge's reply: it travels in the stream, with every sample."""
 QUESTION_SET = r"^([A-Za-z0-9][A-Za-z0-9._-]{0,126})?$"
 """Pattern of a set's name, which is part of the names of metrics."""
 MAX_EXCLUDED_NAMES = 64
@@ -216,6 +218,14 @@ class ExperienceHeader(Struct, frozen=True, kw_only=True):
             max_length=LONGEST_REWARD_ERROR,
             description="Sentence about the error of the reward function, if `reward` is the score "
             "that is configured for errors; else empty.",
+        ),
+    ] = ""
+    judge_reply: Annotated[
+        str,
+        Meta(
+            max_length=LONGEST_JUDGE_REPLY,
+            description="Reply of the model that judged it, without the middle of a long one; "
+            "empty if none did.",
         ),
     ] = ""
     question_set: Annotated[

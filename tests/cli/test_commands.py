@@ -62,6 +62,9 @@ COMMANDS = (
         "train",
         "explorer",
         "convert",
+        "goodput",
+        "samples",
+        "retrain",
     ),
 )
 

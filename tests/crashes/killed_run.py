@@ -167,7 +167,7 @@ class KilledRun:
         """Train it again from its record; return what the command printed. Raises if it differs."""
         done = subprocess.run(
             [
-                *(sys.executable, "-m", "trinity_workers.launch.retrain", self.run_id),
+                *(sys.executable, "-m", "trinity_events", "retrain", self.run_id, "--from-record"),
                 *("--checkpoint-root", str(self.folder), "--redis-url", self.redis_url),
             ],
             capture_output=True,

@@ -111,7 +111,7 @@ def _build_sample(row: dict[str, Any], recorded: RecordedStep) -> dict[str, Any]
     shown = slice(_LONGEST)
     return {
         **{name: row[name] for name in ("ordinal", "sample", "reward", "reward_parts")},
-        **{name: row[name] for name in ("reward_error", "explorer", "attempt")},
+        **{name: row[name] for name in ("reward_error", "judge_reply", "explorer", "attempt")},
         **{name: row[name] for name in ("staleness", "is_truncated", "is_redacted", "advantage")},
         "step": recorded.step,
         "epoch": recorded.epoch,

@@ -69,6 +69,7 @@ def build_schema(metadata: dict[str, str] | None = None) -> pyarrow.Schema:
             ("reward", pa.float64()),
             ("reward_parts", pa.map_(pa.string(), pa.float64())),
             ("reward_error", pa.string()),
+            ("judge_reply", pa.string()),
             ("advantage", pa.float32()),  # of the first token that is trained on
             ("staleness", pa.int64()),
             ("proof", pa.string()),

@@ -149,7 +149,15 @@ def build_spans(row: dict[str, Any], at: int) -> dict[str, Any]:
 
 def _build_metadata(row: dict[str, Any]) -> dict[str, Any]:
     names = ("step", "epoch", "ordinal", "sample", "attempt", "explorer", "reward", "metrics")
-    more = ("advantage", "staleness", "fate", "is_truncated", "versions", "reward_error")
+    more = (
+        "advantage",
+        "staleness",
+        "fate",
+        "is_truncated",
+        "versions",
+        "reward_error",
+        "judge_reply",
+    )
     return {name: row[name] for name in (*names, *more)}
 
 

@@ -72,6 +72,8 @@ def format_sample(row: dict[str, Any]) -> list[str]:
         lines.append(f"  error of the reward: {row['reward_error']}")
     for turn in row["turns"]:
         lines += _indent(turn["role"], turn["content"])
+    if row["judge_reply"]:
+        lines += _indent("judge", row["judge_reply"])
     return lines
 
 

@@ -6,6 +6,7 @@ import stat
 import textwrap
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -148,14 +149,16 @@ def test_a_redaction_leaves_neither_text_nor_tokens(record, run_id, tmp_path, po
     )
     letter = Tokenizer.from_file(str(policy_folder / "tokenizer.json")).token_to_id("a")
     recorder, reader = record(rollouts="all", redact=f"{file}:hide")
-    groups = [group([10, 11], [[letter, 20], [20, 21]], [[-1.0, -2.0]] * 2, [0.5, 1.0])]
-    recorder.add(1, groups, None)
+    [samples] = [group([10, 11], [[letter, 20], [20, 21]], [[-1.0, -2.0]] * 2, [0.5, 1.0])]
+    first = msgspec.structs.replace(samples[0], judge_reply="a grade")
+    recorder.add(1, [[first, *samples[1:]]], None)
     rows = reader.read(reader.find_step(1), None)
     hidden = [row for row in rows if row["is_redacted"]]
     texts = [turn["content"] for row in rows for turn in row["turns"]]
     assert len(hidden) == 1 and "[hidden]" in texts
     assert not any("a" in text for text in texts if text != "[hidden]")
     assert hidden[0]["completion_ids"] == [-1, -1]
+    assert [row["judge_reply"] for row in rows] == ["[hidden]", ""]
 
 
 def test_a_redaction_that_fails_is_named(record, run_id, tmp_path):

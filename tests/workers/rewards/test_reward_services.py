@@ -15,6 +15,7 @@ from tests.support.reward_server import reward_server
 from tests.support.rollout_parts import Parts, samples_of
 from tests.support.waits import PATIENCE
 from trinity_schemas import StepTrained, decode_envelope
+from trinity_schemas.rollouts import LONGEST_JUDGE_REPLY
 from trinity_workers.config.files import read_config
 from trinity_workers.config.train_config import TrainConfig
 from trinity_workers.rewards import RewardFailed
@@ -248,6 +249,15 @@ async def test_the_reward_is_the_grade_over_its_scale(server, reply, grade):
     settings = RewardsConfig(judge=f"{server}/raw", judge_model="j", judge_prompt="{response}")
     [verdict] = await judged(settings, question(), answers(completion(reply)))
     assert (verdict.reward, verdict.parts) == (grade / 10, {"grade": grade})
+
+
+async def test_a_judges_reply_is_kept_and_a_long_one_at_its_ends(server):
+    settings = RewardsConfig(judge=f"{server}/raw", judge_model="j", judge_prompt="{response}")
+    replies = ["Short. Grade: 3/10", "Because " + 3000 * "so " + "Grade: 3/10"]
+    short, long = await judged(settings, question(), answers(*map(completion, replies)))
+    assert short.judge_reply == replies[0]
+    assert long.judge_reply.startswith("Because") and long.judge_reply.endswith("Grade: 3/10")
+    assert len(long.judge_reply) <= LONGEST_JUDGE_REPLY
 
 
 @pytest.mark.parametrize(

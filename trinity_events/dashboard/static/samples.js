@@ -309,6 +309,7 @@ function sampleView(one) {
     h("p", { class: "muted" }, facts.filter(Boolean).join(" · ")),
     one.reward_error ? h("p", { class: "callout" }, `The reward failed: ${one.reward_error}`) : null,
     blocks,
+    one.judge_reply ? turnBlock("judge", h("span", {}, one.judge_reply)) : null,
     one.tokens.length < one.length
       ? empty(`${count(one.length - one.tokens.length)} more tokens are in the record.`)
       : null,

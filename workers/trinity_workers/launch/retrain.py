@@ -1,4 +1,4 @@
-"""Training again from a record: ``python -m trinity_workers.launch.retrain RUN``.
+"""Training again from a record: the command ``retrain``.
 
 1. Every step is taken on the samples that it was taken on, from the initial model. With the
    settings and the order of the run it ends with the same bits, which its last checkpoint proves.
@@ -11,19 +11,16 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import anyio
-import torch
 import typer
 from msgspec import structs
-from torch import Tensor
 
 from trinity_events.checkpoints.layout import final_name
 from trinity_events.cli.options import (
@@ -33,7 +30,7 @@ from trinity_events.cli.options import (
     checkpoint_root,
     parse_run_id,
 )
-from trinity_events.errors import StructuredError, TrinityError
+from trinity_events.errors import TrinityError
 from trinity_events.log import open_run
 from trinity_events.record.reader import RolloutRecord
 from trinity_events.server import connect, serving
@@ -43,6 +40,9 @@ from trinity_schemas import Experience, StepRef, Turn
 from ..config.files import COPY, read_config, typed_setting
 from ..config.train_config import RunConfig, TrainConfig
 from ..storage.durable_files import write_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _OWN_STATES = ("random.python", "random.numpy")
 """States that Ray seeds anew in each process, and that no step draws from."""
@@ -176,6 +176,10 @@ def _staleness(step: int, group: Sequence[Experience]) -> int:
 
 def retrain(
     run: RunArgument,
+    from_record: Annotated[  # there is no other source, and the name says which
+        bool,
+        typer.Option("--from-record", help="Train on the run's recorded rollouts; the default."),
+    ] = True,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Setting to train with instead."),
@@ -198,7 +202,7 @@ def retrain(
     Without other settings it must end with the bits of the run, and the newest checkpoint is
     compared. With others it is a counterfactual run.
 
-    Example: python -m trinity_workers.launch.retrain demo-1 --set algorithm.loss=gspo
+    Example: trinity-events retrain demo-1 --from-record --set algorithm.loss=gspo
     """
     run_id, folders = parse_run_id(run), checkpoint_root(root)
     own = read_config(folders / run_id / COPY).checked()
@@ -332,21 +336,8 @@ def find_differences(first: Path, other: Path) -> Iterator[str]:
 
 
 def _to_bytes(tensor: Tensor) -> tuple[str, bytes]:
+    import torch
+
     # By bytes: -0.0 equals 0.0, and NaN nothing.
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)  # (bytes,)
     return f"{tensor.dtype}{tuple(tensor.shape)}", flat.numpy().tobytes()
-
-
-def main() -> None:
-    """Run the command; an error of the user is one sentence and status 1."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command()(retrain)
-    try:
-        app()
-    except StructuredError as error:
-        print_err(f"error: {error}")
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -169,6 +169,7 @@ class RecordWriter:
             "reward": sample.reward,
             "reward_parts": list(sample.reward_parts.items()),
             "reward_error": self._redact_text(sample.reward_error),
+            "judge_reply": self._redact_text(sample.judge_reply),
             "advantage": float(trained[0]) if len(trained) else None,
             "staleness": max(step - 1 - sample.oldest_version.step, 0),
             "proof": sample.proof,

@@ -9,6 +9,8 @@ import anyio
 import msgspec
 from msgspec import Struct
 
+from trinity_schemas.rollouts import LONGEST_JUDGE_REPLY
+
 from ..sandbox.processes.frames import format_value
 from ..tasks import Answer, Message, Question
 from .base import collect_rewards
@@ -17,6 +19,9 @@ from .grades import UnclearGrade, parse_grade
 from .http_calls import UNDECODABLE, HttpCalls, Unusable
 from .settings import RewardsConfig
 from .values import Rewarded, RewardFault
+
+_CUT = " ... "
+"""Mark of what is left out of a long reply."""
 
 
 class _Reply(Struct):
@@ -99,10 +104,13 @@ class JudgeRewards:
                 raise UnclearGrade("none")
             if choices[0].finish_reason == "length":  # the end of "Grade: 10" may be missing
                 raise UnclearGrade("cut off")
-            share = parse_grade(_join_text(choices[0].message.content), best)
+            text = _join_text(choices[0].message.content)
+            share = parse_grade(text, best)
         except (UnclearGrade, ValueError) as error:
             raise Unusable("unclear", str(error)) from None
-        return Rewarded(reward=share, parts={"grade": share * best})
+        return Rewarded(
+            reward=share, parts={"grade": share * best}, judge_reply=_without_middle(text)
+        )
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -128,6 +136,14 @@ def _format_message(message: Message) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise PromptNotReadable("calls", role, str(error)) from None
     return f"{role}: {text}{' ' if text else ''}calls {calls}"
+
+
+def _without_middle(text: str) -> str:
+    """Return a reply whose reasons and grade, at its two ends, fit the contract."""
+    if len(text) <= LONGEST_JUDGE_REPLY:
+        return text
+    half = LONGEST_JUDGE_REPLY // 2 - len(_CUT)
+    return f"{text[:half]}{_CUT}{text[-half:]}"
 
 
 def _join_text(content: object) -> str:

@@ -36,6 +36,8 @@ class Rewarded(Struct, frozen=True, kw_only=True):
     reward: float
     parts: dict[str, float] = {}
     """Other numbers that the function returned, such as `score`."""
+    judge_reply: str = ""
+    """Reply of the model that judged the answer, without the middle of a long one."""
 
     @property
     def score(self) -> float:

@@ -492,6 +492,7 @@ class Episodes:
             turns=episode.turns,
             reward=rewarded.reward,
             reward_parts=rewarded.parts,
+            judge_reply=rewarded.judge_reply,
             finished=episode.finished,
             question_set=episode.question.set,
             # An episode is as proven as its least proven turn (decision 49).
