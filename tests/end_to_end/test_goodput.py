@@ -4,6 +4,7 @@ Rewards are the witnesses: they note their times, and the tokens of each answer.
 """
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,10 @@ pytest.importorskip("torch")
 pytest.importorskip("ray")
 
 from tests.support.run_processes import ended, small_run
-from tests.support.waits import PATIENCE
+from tests.support.saved_checkpoints import ready_checkpoints
+from tests.support.sessions import kill_session
+from tests.support.waits import PATIENCE, wait_until
+from trinity_schemas import Envelope, PhasesMeasured, StepTrained
 
 pytestmark = [pytest.mark.processes, pytest.mark.heavy, pytest.mark.timeout(600)]
 
@@ -99,6 +103,19 @@ def seconds_of(goodput: dict, process: str, *fates: str) -> float:
     )
 
 
+def trained(processes) -> int:
+    return sum(isinstance(entry.event, StepTrained) for entry in processes.log())
+
+
+def reports(processes, process: str) -> list[Envelope]:
+    return [
+        entry
+        for entry in processes.log()
+        if isinstance(entry.event, PhasesMeasured)
+        and f"{entry.producer.role}-{entry.producer.rank}" == process
+    ]
+
+
 def test_a_slow_reward_and_filtered_groups_are_found_and_tokens_are_exact(
     processes, policy_folder, tmp_path
 ):
@@ -128,3 +145,96 @@ def test_a_slow_reward_and_filtered_groups_are_found_and_tokens_are_exact(
     assert goodput["samples"] == 5 * 16
     wastes = {waste["subject"]: waste for waste in goodput["waste"]}
     assert wastes["filtered"]["tokens"] == goodput["tokens"]["filtered"]
+
+
+@pytest.mark.nightly(
+    "core/test_goodput.py::test_an_old_checkpoint_costs_the_steps_that_are_trained_again"
+)
+def test_an_old_checkpoint_costs_the_steps_that_it_lacks(processes, policy_folder, tmp_path):
+    planted = Planted(
+        *(tmp_path, policy_folder),
+        seconds=0.02,
+        steps=1000,
+        explorer={"count": 2},
+        checkpoints={"interval": 4},
+        rollouts={"claim_lease": 3.0},
+    )
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    run = processes.start("train", planted.config, **quiet)
+
+    def is_behind() -> bool:
+        """Return True once some steps were trained after the newest checkpoint."""
+        ready = ready_checkpoints(processes.redis_url, processes.run_id)
+        return bool(ready) and trained(processes) >= ready[-1].step + 2
+
+    wait_until(is_behind, patience=6 * PATIENCE)
+    kill_session(run.pid)
+    run.wait(PATIENCE)
+    reached = trained(processes)
+    steps = reached + 4
+    again = processes.start("train", planted.config, "--set", f"steps={steps}")
+    code, _, error = ended(again, 6 * PATIENCE)
+    assert code == 0, error
+    goodput = read_goodput(processes)
+    [checkpoint] = [waste for waste in goodput["waste"] if waste["kind"] == "old-checkpoint"]
+    events = [entry for entry in processes.log() if isinstance(entry.event, StepTrained)]
+    resumed = int(checkpoint["subject"].split()[1])
+    discarded = [entry for entry in events if entry.epoch == 1 and entry.event.step > resumed]
+    assert checkpoint["tokens"] == sum(entry.event.tokens["trained"] for entry in discarded)
+    assert checkpoint["tokens"] > 0
+    current = [entry for entry in events if entry.epoch == 2 or entry.event.step <= resumed]
+    assert goodput["tokens"]["trained"] == sum(entry.event.tokens["trained"] for entry in current)
+    assert goodput["samples"] == steps * 16
+    died = {waste["subject"] for waste in goodput["waste"] if waste["kind"] == "died"}
+    assert died <= {"trainer-0", "actor-0", "explorer-0", "explorer-1"}
+
+
+@pytest.mark.nightly(
+    "core/test_goodput.py::test_a_dead_explorer_costs_its_time_and_what_it_had_under_way"
+)
+def test_idle_explorers_and_a_killed_one_are_found_while_the_run_goes_on(
+    processes, policy_folder, tmp_path
+):
+    """The second explorer waits for weights for most of its time, until it is killed."""
+    planted = Planted(
+        *(tmp_path, policy_folder),
+        seconds=0.3,
+        steps=1_000_000,
+        explorer={"groups_per_claim": 4, "wait_for_run": 0},
+        rollouts={"claim_lease": 3.0, "prompts_per_step": 4},
+        sync={"max_staleness": 0},
+    )
+    own = ("--config", planted.config)
+    processes.start("reducer")
+    trainer = processes.start("train", planted.config, "--parts", "trainer")
+    processes.start("explorer", "--rank", "0", *own)
+    victim = processes.start("explorer", "--rank", "1", *own)
+    wait_until(lambda: reports(processes, "explorer-1"), patience=4 * PATIENCE)
+    before = trained(processes)
+    wait_until(lambda: trained(processes) >= before + 6, patience=4 * PATIENCE)
+    live = read_goodput(processes)
+    assert {worker["process"] for worker in live["workers"]} >= {"explorer-0", "explorer-1"}
+    victim.send_signal(signal.SIGKILL)
+    killed = time.time()
+    # The claim of the victim lapses, and its lease after that.
+    wait_until(
+        lambda: any(
+            waste["kind"] == "died" and waste["subject"] == "explorer-1"
+            for waste in read_goodput(processes)["waste"]
+        ),
+        patience=4 * PATIENCE,
+    )
+    trainer.terminate()
+    assert ended(trainer)[0] == 143
+    over = time.time()
+    goodput = read_goodput(processes)
+    [cause] = [
+        waste
+        for waste in goodput["waste"]
+        if waste["kind"] == "died" and waste["subject"] == "explorer-1"
+    ]
+    total = total_seconds(goodput)
+    down = seconds_of(goodput, "explorer-1", "down", "lost")
+    assert cause["seconds"] == pytest.approx(down)
+    # The last report came up to two seconds before the kill.
+    assert down / total == pytest.approx((over - killed) / total, abs=0.05)

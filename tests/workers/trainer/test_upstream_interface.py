@@ -301,8 +301,8 @@ def fleet(make_config):
     config = make_config(sync={"method": "nccl", "timeout": PATIENCE})
     urls = {"redis_url": config.redis_url, "weights_url": config.weights_url}
     synchronizer = Synchronizer(config.run_id, config.epoch, transport="collective", **urls)
-    worker = TrainWorker.__new__(TrainWorker)
-    worker._config, worker._synchronizer = config, synchronizer
+    worker = TrainWorker(config, 0)
+    worker._synchronizer = synchronizer
     tensors = [("weight", torch.zeros(2, 3, dtype=torch.bfloat16))]
     worker._models = SimpleNamespace(
         policy=SimpleNamespace(get_per_tensor_param=lambda: iter(tensors))
