@@ -143,7 +143,7 @@ async def test_status_and_runs_show_the_sums(cli, publisher, run_id):
     assert f"prompts {sums}" in cli("status", run_id).stdout
     shown = cli("runs").stdout
     assert "PROMPTS" in shown
-    [line] = [text_line for text_line in shown.splitlines() if run_id in text_line]
+    [line] = [text_line for text_line in shown.splitlines() if text_line.startswith(run_id)]
     assert line.rstrip().endswith(sums)
     [row] = [run for run in json.loads(cli("runs", "--json").stdout) if run["run_id"] == run_id]
     assert row["prompts"] == {"trained": 9, "dropped": {"filtered": 2}, "open": 9}
