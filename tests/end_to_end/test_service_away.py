@@ -143,10 +143,9 @@ def test_a_service_that_is_away_costs_no_prompt(tmp_path, status, seconds):
         while True:
             assert run.poll() is None, run.communicate()[1][-4000:]
             assert time.monotonic() - began < PATIENCE
-            causes = explain(home)["causes"]
+            causes = explain(home).get("causes", [])  # absent while there are none
             if causes and "fails for every request" in causes[0]["sentence"]:
                 break
-        assert causes[0].get("process") in (None, "trainer-0")
         assert url in causes[0]["sentence"], causes
         # The length of the outage is what is tested.
         time.sleep(max(seconds - (time.monotonic() - began), 0.0))
