@@ -60,14 +60,14 @@ def test_a_notice_saves_the_last_step_and_the_messages_say_so(tmp_path):
             assert run.poll() is None, run.communicate()[1][-4000:]
             assert time.monotonic() - began < PATIENCE
             # Before the run is opened there is none to ask for.
-            asked = subprocess.run(
+            shown = subprocess.run(
                 [sys.executable, "-m", "trinity_events", "status", "warned", "--json"],
                 env=environment,
                 capture_output=True,
                 check=False,
             )
-            if asked.returncode == 0:
-                state = msgspec.json.decode(asked.stdout)
+            if shown.returncode == 0:
+                state = msgspec.json.decode(shown.stdout)
                 if (state.get("ledger") or {}).get("trained", 0) >= 2:
                     break
         run.send_signal(signal.SIGUSR2)

@@ -3397,6 +3397,14 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "Mixes lets packed samples attend to one another: set trainer.packing false",
         ),
     ],
+    "NotDelivered": [
+        (
+            {"fault": "variable", "name": "PAGER"},
+            "is to be in the environment variable PAGER, which is not set",
+        ),
+        ({"fault": "status", "status": 503}, "answered 503"),
+        ({"fault": "exit", "status": 1}, "ended with 1"),
+    ],
     "ContextRefused": [
         (
             {"fault": "attention", "model": "MistralAttention", "option": "sliding_window"},

@@ -200,7 +200,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, object]]] = [
     ),
     (
         "trainer: {context_parallel: 2, packing: true}",
-        {"trainer.packing": True, "trainer.context_parallel": 2},
+        {"trainer.context_parallel": 2, "trainer.packing": True},
     ),
     (
         "trainer: {sequence_parallel: true}",

@@ -59,6 +59,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "own_task"
 class Verdict:
     reward: float
     parts: dict = field(default_factory=dict)
+    judge_reply: str = ""
 
 
 class ByLength:

@@ -61,6 +61,7 @@ ALWAYS = expand_paths(
         # A resume without checkpoints of its own loads those of the earlier epoch.
         "checkpoints": "interval root verify on_damage",
         "tracking": "trackers",
+        "notify": "webhook command",
     }
 )
 """Settings that every run reads. Those that it refuses by another rule are among them."""
@@ -300,7 +301,13 @@ def _get_others(path: str, kind: types.Type) -> Iterator[Any]:
             yield from (0.75, 2.0) if kind.gt != 1 else (3.0,)
             yield from (0.0,) if kind.ge == 0 else ()
         case types.VarTupleType():
-            yield [1] if isinstance(kind.item_type, types.IntType) else ["jsonl"]
+            match kind.item_type:
+                case types.IntType():
+                    yield [1]
+                case types.LiteralType(values=values):
+                    yield [values[0]]
+                case _:
+                    yield ["jsonl"]
         case types.DictType():
             yield {"a": 1}
         case _:

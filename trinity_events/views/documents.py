@@ -192,7 +192,7 @@ DOCUMENTS: dict[str, Any] = {
 
 _MOMENTS = {
     *("opened_at", "closed_at", "since", "heard_at", "applied_at", "requested_at"),
-    "committed_at",
+    *("committed_at", "step_times"),
 }
 _MOMENTS_BY_NAME = {"waiting", "running"}
 """Fields of moments in the state, which JSON has in seconds instead of milliseconds."""

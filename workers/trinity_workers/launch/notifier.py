@@ -13,11 +13,13 @@ import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from subprocess import DEVNULL, PIPE
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import anyio
 import msgspec
 from msgspec import Struct
+
+from trinity_events.errors import TrinityError
 
 from ..config.sections.notify import NotifiedEvent, NotifyConfig
 
@@ -50,8 +52,24 @@ class Message(Struct, frozen=True, kw_only=True):
         return self.sentence if self.command is None else f"{self.sentence}\n{self.command}"
 
 
-class _Refused(Exception):
-    """A delivery failed; its text is the end of a sentence."""
+class NotDelivered(TrinityError):
+    """A message was not delivered; its text is the end of a sentence.
+
+    Attributes:
+        fault: ``variable`` if the environment has no URL, ``status`` of the server's answer, or
+            ``exit`` of the program.
+        name: Name of the environment variable.
+        status: Status of the answer, or of the program.
+    """
+
+    fault: Literal["variable", "status", "exit"]
+    name: str = ""
+    status: int = 0
+    texts: ClassVar = {
+        "variable": "is to be in the environment variable {name}, which is not set",
+        "status": "answered {status}",
+        "exit": "ended with {status}",
+    }
 
 
 async def notify(
@@ -78,7 +96,7 @@ async def notify(
             return
         except TimeoutError:
             fault = f"did not take it within {deadline:g} s"
-        except _Refused as error:
+        except NotDelivered as error:
             fault = str(error)
         except Exception as error:  # of the client, its proxies, or the system
             fault = f"cannot be reached ({type(error).__name__}: {error})"
@@ -103,7 +121,7 @@ async def _post(webhook: str, content: bytes) -> None:
     if webhook.startswith("$"):
         url = os.environ.get(webhook[1:])
         if not url:
-            raise _Refused(f"is to be in the environment variable {webhook[1:]}, which is not set")
+            raise NotDelivered("variable", name=webhook[1:])
     assert url is not None
     headers = {"Content-Type": "application/json"}
     async with (
@@ -114,7 +132,7 @@ async def _post(webhook: str, content: bytes) -> None:
         client.stream("POST", url, content=content, headers=headers) as reply,
     ):
         if not reply.is_success:
-            raise _Refused(f"answered {reply.status_code}")
+            raise NotDelivered("status", status=reply.status_code)
 
 
 async def _run(command: tuple[str, ...], content: bytes) -> None:
@@ -129,7 +147,7 @@ async def _run(command: tuple[str, ...], content: bytes) -> None:
             await process.stdin.aclose()
         status = await process.wait()
         if status:
-            raise _Refused(f"ended with {status}")
+            raise NotDelivered("exit", status=status)
     finally:
         with anyio.CancelScope(shield=True):
             await _kill(process)
