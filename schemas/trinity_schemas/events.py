@@ -694,6 +694,23 @@ class ProfileWritten(_Event, frozen=True):
     bytes: Annotated[Bytes, Meta(description="Size of the file.")] = 0
 
 
+class AlarmRaised(_Event, frozen=True):
+    """A measurement of training is beyond its threshold. It changes nothing about the run."""
+
+    alarm: Annotated[Slug, Meta(description="Name of the alarm, as its setting in `alarms`.")]
+    step: Step
+    value: Annotated[float, Meta(description="Measured value.")]
+    threshold: Annotated[float, Meta(description="Threshold that it is beyond.")]
+    sentence: Annotated[Text, Meta(description="Cause, as a sentence without its full stop.")]
+
+
+class AlarmCleared(_Event, frozen=True):
+    """The cause of an alarm is gone."""
+
+    alarm: Annotated[Slug, Meta(description="Name of the alarm.")]
+    step: Step
+
+
 # --- evaluation --------------------------------------------------------------------------------
 
 
@@ -886,6 +903,8 @@ Event = (
     | RewardErrorReported
     | LedgerRestored
     | ProfileWritten
+    | AlarmRaised
+    | AlarmCleared
     | EvaluationStarted
     | EvaluationFinished
     | EvaluationFailed
@@ -952,6 +971,8 @@ SENT_BY: dict[type[Struct], SenderRole] = {
     RewardErrorReported: "explorer",
     LedgerRestored: "trainer",
     ProfileWritten: "worker",
+    AlarmRaised: "trainer",
+    AlarmCleared: "trainer",
     EvaluationStarted: "trainer",
     EvaluationFinished: "trainer",
     EvaluationFailed: "trainer",

@@ -25,6 +25,8 @@ from tests.support.event_histories import (
 )
 from trinity_events.core import Monitor, MonitorState
 from trinity_schemas import (
+    AlarmCleared,
+    AlarmRaised,
     AppliedPhases,
     ConsumerDetached,
     DeadlineReached,
@@ -170,6 +172,8 @@ def _others() -> list[Said]:
             for ledger in _LEDGERS
         ),
         Said("trainer", WaitStarted(wait_id="a", what="rollouts", waits_for=("explorer-0",))),
+        Said("trainer", _ALARM),
+        Said("trainer", AlarmCleared(alarm="empty_answers", step=2)),
         Said("actor-0", ProfileWritten(step=1, path="profiles/one.json.gz")),
         Said("trainer", WaitEnded(wait_id="a", outcome="over")),
         Said("trainer", StacksTaken(process="explorer-0", node="here", pid=7)),
@@ -178,6 +182,9 @@ def _others() -> list[Said]:
     ]
 
 
+_ALARM = AlarmRaised(
+    alarm="empty_answers", step=1, value=0.5, threshold=0.2, sentence="50% are empty"
+)
 _LEDGERS = [
     TrainedLedger(step=step, mark=3, next=8, trained=3, fingerprint="sha256:" + "0" * 64)
     for step in (1, 2)

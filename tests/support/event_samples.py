@@ -12,6 +12,8 @@ from tests.support.event_histories import (
     slot,
 )
 from trinity_schemas import (
+    AlarmCleared,
+    AlarmRaised,
     AppliedPhases,
     ConsumerDetached,
     DeadlineReached,
@@ -167,6 +169,14 @@ SAMPLES = [
     ),
     LedgerRestored(ledger=LEDGER, digest=LEDGER.digest),
     ProfileWritten(step=7, path="profiles/step_7_actor_0.json.gz", bytes=8),
+    AlarmRaised(
+        alarm="equal_rewards",
+        step=7,
+        value=1.0,
+        threshold=0.5,
+        sentence="100% of the groups have equal rewards",
+    ),
+    AlarmCleared(alarm="equal_rewards", step=9),
     EvaluationStarted(name="hard", version=AT, questions=8, samples=4, fingerprint=DIGEST),
     EvaluationFinished(name="hard", version=AT, metrics={"mean": 0.5}, answers=32, seconds=1.5),
     EvaluationFailed(name="hard", version=AT, reason="no explorer answered"),

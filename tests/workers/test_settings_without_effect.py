@@ -61,6 +61,10 @@ ALWAYS = expand_paths(
         # A resume without checkpoints of its own loads those of the earlier epoch.
         "checkpoints": "interval root verify on_damage",
         "tracking": "trackers",
+        "alarms": """
+            stalled_step equal_rewards truncated_answers empty_answers repeated_answers
+            entropy_collapse reward_parts_apart infra_failed_rate
+            """,
         "notify": "webhook command",
     }
 )

@@ -44,6 +44,7 @@ def find_troubles(state: MonitorState) -> list[Trouble]:
         Trouble(
             len(failed_sets), f"evaluations failed ({', '.join(failed_sets[:3])})", serious=True
         ),
+        Trouble(len(state.alarms), f"alarms ({', '.join(list(state.alarms)[:3])})", serious=True),
         Trouble(len(state.reward_errors), "kinds of reward errors", serious=True),
         *(
             Trouble(dropped[reason], f"prompts dropped ({reason})", serious=True)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from trinity_schemas import (
+    AlarmCleared,
+    AlarmRaised,
     ConsumerDetached,
     ContractError,
     DeadlineReached,
@@ -123,6 +125,8 @@ _HANDLERS: dict[type, Callable[[FoldState, Any, Envelope], None]] = {
     StepTrained: rollouts.step_trained,
     ExplorerExcluded: rollouts.explorer_excluded,
     RewardErrorReported: reward_errors.reward_error_reported,
+    AlarmRaised: rollouts.alarm_raised,
+    AlarmCleared: rollouts.alarm_cleared,
     LedgerRestored: rollouts.ledger_restored,
     EvaluationStarted: evaluations.evaluation_started,
     EvaluationFinished: evaluations.evaluation_finished,

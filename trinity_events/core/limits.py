@@ -46,6 +46,8 @@ KEPT_EXCLUDED = 64
 """Excluded explorers that are known; the one that was excluded first is dropped first."""
 KEPT_REWARD_ERRORS = 16
 """Causes of reward errors whose first error is kept; further causes are anomalies."""
+KEPT_ALARMS = 32
+"""Raised alarms that are known; the one that was raised first is dropped first."""
 KEPT_DETACHED = 32
 """Detached consumer groups that are remembered."""
 KEPT_PROFILES = 64

@@ -284,6 +284,19 @@ class RewardError(Struct, frozen=True, kw_only=True):
     sentence: str
 
 
+class RaisedAlarm(Struct, frozen=True, kw_only=True):
+    """Alarm whose cause is not gone."""
+
+    at: int
+    """Milliseconds of the entry that raised it."""
+    entry_id: str
+    step: int
+    value: float
+    threshold: float
+    sentence: str
+    """Cause, without a full stop."""
+
+
 class OpenWait(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Wait of a process that it has reported, and that has not ended."""
 
@@ -460,6 +473,8 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """Explorers that the trainer has excluded in the current epoch, by name."""
     reward_errors: dict[str, RewardError] = field(default_factory=dict)
     """First reward errors of the current epoch by cause: type and place of the error."""
+    alarms: dict[str, RaisedAlarm] = field(default_factory=dict)
+    """Raised alarms of the current epoch by name."""
     refused: int = 0
     """Number of refused weight versions."""
     refusals: list[Refusal] = field(default_factory=list)

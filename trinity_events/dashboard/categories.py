@@ -6,6 +6,8 @@ from msgspec import Struct
 
 from trinity_schemas import (
     EVENT_TYPES,
+    AlarmCleared,
+    AlarmRaised,
     ConsumerDetached,
     DeadlineReached,
     EpochClosed,
@@ -75,6 +77,7 @@ _OF: dict[str, tuple[type[Struct], ...]] = {
         ProfileWritten,
         EvaluationStarted,
         EvaluationFinished,
+        AlarmCleared,
     ),
     "rollouts": (RolloutsDispatched, LedgerRestored),
     "save": (SaveRequested, SaveGranted, SaveStarted, SaveProgressed, SaveFinished),
@@ -103,6 +106,7 @@ _OF: dict[str, tuple[type[Struct], ...]] = {
         EvaluationFailed,
         ExplorerExcluded,
         RewardErrorReported,
+        AlarmRaised,
     ),
     "ready": (StepReady, StepSuperseded),
 }

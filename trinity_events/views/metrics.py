@@ -98,6 +98,8 @@ class RunMetrics:
         self._dead = gauge("dead_letters", "Entries of the log that could not be decoded.")
         self._anomalies = gauge("anomalies", "Anomalies of the log.", "name")
         self._refused = gauge("refused_versions", "Weight versions that explorers refused.")
+        self._alarm = gauge("alarm", "1 while an alarm is raised, 0 once it is cleared.", "alarm")
+        self._alarms: set[str] = set()
         self._events = counter("events", "Events and announcements.", "type")
         self._failed_saves = counter("save_failures", "Saves that failed.", "kind")
         self._failed_steps = counter("step_failures", "Kinds of steps that failed.", "kind")
@@ -231,6 +233,10 @@ class RunMetrics:
         self._dead.labels(run).set(state.dead_letters)
         for name, number in state.anomaly_counts.items():
             self._anomalies.labels(run, name).set(number)
+        # An alarm that was cleared stays at 0: a rule on a missing series never resolves in time.
+        self._alarms |= state.alarms.keys()
+        for name in self._alarms:
+            self._alarm.labels(run, name).set(name in state.alarms)
         self._refused.labels(run).set(state.refused)
         self._in_flight.labels(run, "publish").set(_unpublished(state))
         requesters = [

@@ -174,6 +174,7 @@ def status_panel(
         *waiting,
         *_pauses(state, _find_moment(state, now)),
         *_exclusions(state),
+        *_alarms(state),
         *_reward_errors(state),
         *_refusals(state),
         *_anomalies(state),
@@ -335,6 +336,13 @@ def _exclusions(state: MonitorState) -> list[Text]:
     if more > 0:
         lines.append(Text(f"{more} more explorers are excluded.", style="red"))
     return lines
+
+
+def _alarms(state: MonitorState) -> list[Text]:
+    return [
+        Text(visible(f"Alarm {name}: {alarm.sentence}.", lines=False), style="red")
+        for name, alarm in state.alarms.items()
+    ]
 
 
 def _reward_errors(state: MonitorState) -> list[Text]:

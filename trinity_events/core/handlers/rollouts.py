@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trinity_schemas import (
+    AlarmCleared,
+    AlarmRaised,
     Envelope,
     ExplorerExcluded,
     LedgerRestored,
@@ -14,11 +16,11 @@ from trinity_schemas import (
 
 from ..fold_state import FoldState, trim_oldest
 from ..ledger import Contradictions, Ledger, LedgerError
-from ..limits import KEPT_EXCLUDED, LONGEST_REFUSAL
+from ..limits import KEPT_ALARMS, KEPT_EXCLUDED, LONGEST_REFUSAL
 from ..lineage import lineage_spans
 from ..ordinal_ranges import Range, format_ranges, union
 from ..skipped_updates import ANOMALY, format_skipped_updates
-from ..state import ExcludedExplorer, MonitorState
+from ..state import ExcludedExplorer, MonitorState, RaisedAlarm
 
 
 def rollouts_dispatched(fold: FoldState, event: RolloutsDispatched, _: Envelope) -> None:
@@ -48,6 +50,26 @@ def step_trained(fold: FoldState, event: StepTrained, _: Envelope) -> None:
     _settle_dropped(fold, ledger, event.dropped)
     for sentence in format_skipped_updates(event.step, event.metrics):
         fold.add_anomaly(ANOMALY, sentence)
+
+
+def alarm_raised(fold: FoldState, event: AlarmRaised, _: Envelope) -> None:
+    """Store an alarm until it is cleared, or until the next epoch."""
+    alarms = fold.state.alarms
+    alarms.pop(event.alarm, None)
+    alarms[event.alarm] = RaisedAlarm(
+        at=fold.now,
+        entry_id=fold.entry_id,
+        step=event.step,
+        value=event.value,
+        threshold=event.threshold,
+        sentence=event.sentence[:LONGEST_REFUSAL],
+    )
+    trim_oldest(alarms, KEPT_ALARMS)
+
+
+def alarm_cleared(fold: FoldState, event: AlarmCleared, _: Envelope) -> None:
+    """Forget an alarm whose cause is gone."""
+    fold.state.alarms.pop(event.alarm, None)
 
 
 def explorer_excluded(fold: FoldState, event: ExplorerExcluded, _: Envelope) -> None:

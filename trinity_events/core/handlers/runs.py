@@ -106,7 +106,7 @@ def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | Run
     state.waits, state.stacks, state.ledger = {}, {}, None
     # An explorer may outlive an epoch; all others are started with one.
     state.hosts = {name: host for name, host in state.hosts.items() if name in state.explorers}
-    state.excluded, state.reward_errors = {}, {}
+    state.excluded, state.reward_errors, state.alarms = {}, {}, {}
     resumed = opening if isinstance(opening, RunResumed) else None
     state.changed_settings = [] if resumed is None else list(resumed.changed)
     state.skipped_checkpoints = [] if resumed is None else list(resumed.skipped)

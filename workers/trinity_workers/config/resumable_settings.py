@@ -126,6 +126,10 @@ _APPLIED = {
         """,
     "checkpoints.keep_best": "set metric mode",
     "tracking": "trackers folder project",
+    "alarms": """
+        stalled_step equal_rewards truncated_answers empty_answers repeated_answers
+        entropy_collapse reward_parts_apart infra_failed_rate transfer_rate
+        """,
     "notify": "webhook command events deadline",
 }
 APPLIED = expand_paths(_APPLIED)

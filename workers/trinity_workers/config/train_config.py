@@ -20,6 +20,7 @@ from ..rollout_engines.proof import ProofOptions
 from ..section import Section
 from .errors import LoggedSettingsUnreadable, TransportNotChosen
 from .other_names import to_current_names
+from .sections.alarms import AlarmsConfig
 from .sections.checkpoints import CheckpointsConfig
 from .sections.explorer import ExplorerConfig
 from .sections.model import ModelConfig
@@ -60,6 +61,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     record: RecordConfig = RecordConfig()
     tracking: TrackingConfig = TrackingConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
     notify: NotifyConfig = NotifyConfig()
 
     def version_wanted(self, step: int) -> int:

@@ -147,6 +147,10 @@ _DATA = {
     "checkpoints": "interval keep save_hf_checkpoint strategy verify on_damage notice",
     "checkpoints.keep_best": "set metric mode",
     "tracking": "project",
+    "alarms": """
+        stalled_step equal_rewards truncated_answers empty_answers repeated_answers
+        entropy_collapse reward_parts_apart infra_failed_rate transfer_rate
+        """,
     "notify": "events deadline",
 }
 DATA = expand_paths(_DATA)

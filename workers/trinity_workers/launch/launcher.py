@@ -57,6 +57,7 @@ from ..runtime.health import beating
 from ..trainer import Trainer, TrainingResult
 from ..worker_group.placement import Needs, format_devices, node_gpus, with_reserved_cpus
 from .actors import Actors, format_ray_error
+from .alarm_messages import notifying_of_alarms
 from .cluster import Notify, Placement, check_one_host, reserve_places
 from .explorer_restarts import explore_to_the_end
 from .failed_saves import FailedSaves
@@ -241,6 +242,7 @@ async def _run(
             _summarized(job, log, report, notice),
             mirrored(config),
             tracked(config),
+            notifying_of_alarms(config),
             closing(client, config, options.resume_command, notice),
         ):
             await claim()  # a log that is new has its first entry by now

@@ -1,4 +1,4 @@
-"""Messages about the end of a run, to the webhook and the command of its configuration.
+"""Messages about alarms and the end of a run, to the webhook and the command of its configuration.
 
 1. URL and program come from the configuration of the command alone, and never from the log.
 2. A message that cannot be delivered is reported, and changes nothing about the run.

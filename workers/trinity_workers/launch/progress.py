@@ -30,6 +30,7 @@ from trinity_events.server import Deadline
 from trinity_events.views.learning import format_pace
 from trinity_events.views.terminal import Terminal, visible
 from trinity_schemas import (
+    AlarmRaised,
     ContractError,
     ExplorerExcluded,
     RewardErrorReported,
@@ -192,6 +193,8 @@ class ProgressView:
         if isinstance(excluded := envelope.event, ExplorerExcluded):
             line = format_exclusion(excluded.explorer, excluded)
             self.print_line(visible(line, lines=False), style="bold red")
+        if isinstance(alarm := envelope.event, AlarmRaised):
+            self.print_line(visible(f"alarm: {alarm.sentence}", lines=False), style="bold red")
         if isinstance(envelope.event, StepTrained):
             for line in format_skipped_updates(envelope.event.step, envelope.event.metrics):
                 self.print_line(line, style="bold red")

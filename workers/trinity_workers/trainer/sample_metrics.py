@@ -1,14 +1,31 @@
-"""Metrics of a step's samples that their ranks need not compute."""
+"""Metrics of a step's samples and prompts that its ranks need not compute."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from trinity_schemas import ExperienceHeader
+from trinity_events.core.alarms import (
+    EMPTY_ANSWERS,
+    EQUAL_REWARDS,
+    INFRA_FAILED_RATE,
+    REPEATED_ANSWERS,
+    REPEATED_TAIL,
+    TRUNCATED_ANSWERS,
+)
+from trinity_events.core.reward_errors import REWARD_FAILED
+from trinity_schemas import Experience, ExperienceHeader
+
+from .rollouts.supply import FILTERED
 
 _PARTS = 32
 """Named parts of a reward that are metrics, the first of a step by name; events are bounded."""
+
+
+_FAILED = (REWARD_FAILED, "attempts")
+"""Reasons of dropped prompts whose requests or rewards failed."""
+_LOOP = 16
+"""Longest loop of tokens, in distinct runs of four tokens: a short sentence and its variations."""
 
 
 def summarize_samples(samples: Sequence[ExperienceHeader]) -> dict[str, float]:
@@ -26,7 +43,50 @@ def summarize_samples(samples: Sequence[ExperienceHeader]) -> dict[str, float]:
         "reward_std": statistics.pstdev(sample.reward for sample in samples),
         "response_length_min": float(min(lengths)),
         "response_length_max": float(max(lengths)),
+        TRUNCATED_ANSWERS: statistics.fmean(not sample.finished for sample in samples),
+        EMPTY_ANSWERS: statistics.fmean(
+            sample.finished and length <= 1 for sample, length in zip(samples, lengths, strict=True)
+        ),
+        **_share_of_loops(samples),
         **{
             f"reward_parts/{name}": statistics.fmean(parts[name]) for name in sorted(parts)[:_PARTS]
         },
     }
+
+
+def count_fates(
+    groups: Sequence[Sequence[ExperienceHeader]], dropped: Mapping[str, int]
+) -> dict[str, float]:
+    """Return the shares of a step's prompts that taught nothing.
+
+    Args:
+        groups: Groups that the step was taken on.
+        dropped: Prompts that were dropped since the step before, by reason.
+    """
+    filtered = dropped.get(FILTERED, 0)
+    failed = sum(dropped.get(reason, 0) for reason in _FAILED)
+    shares = {INFRA_FAILED_RATE: failed / (len(groups) + filtered + failed)}
+    compared = [group for group in groups if len(group) > 1]
+    if compared:
+        equal = sum(len({sample.reward for sample in group}) == 1 for group in compared)
+        shares[EQUAL_REWARDS] = (equal + filtered) / (len(compared) + filtered)
+    return shares
+
+
+def _share_of_loops(samples: Sequence[ExperienceHeader]) -> dict[str, float]:
+    """Return the share of answers that end in a loop; nothing where tokens are not known here."""
+    tokens = [_read_tail(sample) for sample in samples if isinstance(sample, Experience)]
+    return {REPEATED_ANSWERS: statistics.fmean(map(_is_loop, tokens))} if tokens else {}
+
+
+def _read_tail(sample: Experience) -> Sequence[int]:
+    """Return the last tokens of the policy's last turn."""
+    last = next(turn for turn in reversed(sample.turns) if turn.role == "policy")
+    return last.tokens[-REPEATED_TAIL:]
+
+
+def _is_loop(tail: Sequence[int]) -> bool:
+    """Return True if the last tokens of an answer repeat few runs of four tokens."""
+    if len(tail) < REPEATED_TAIL:
+        return False
+    return len(set(zip(tail, tail[1:], tail[2:], tail[3:], strict=False))) <= _LOOP

@@ -75,8 +75,9 @@ from .rollouts.evaluator import Evaluator
 from .rollouts.explorer_requests import ExplorerRequests
 from .rollouts.supply import RolloutSupply
 from .run_manifest import write_run_manifest
-from .sample_metrics import summarize_samples
+from .sample_metrics import count_fates, summarize_samples
 from .state import TrainerState, read_trainer_state
+from .step_alarms import StepAlarms
 
 if TYPE_CHECKING:
     from .rollouts.colocated import ColocatedAnswers
@@ -204,6 +205,9 @@ class Trainer:
             )
             self._dispatcher.find_overlong = prompts.find_overlong_in_thread
         self._supply = RolloutSupply(config, self._dispatcher, self._waits)
+        self._dropped = Counter(ledger.dropped) if ledger is not None else Counter[str]()
+        """Dropped prompts by reason, until the last step."""
+        self._alarms = StepAlarms(config, self._publisher.publish, self._clock)
         wait.renew()
         # A resumed run does not evaluate again what an earlier epoch has evaluated.
         state = await wait.retry(partial(current_state, log))
@@ -258,6 +262,9 @@ class Trainer:
             tasks.append(self._supply.request_when_ready)
         if self._answers is not None:
             tasks.append(self._answers.run)
+        tasks.append(self._alarms.watch_pace)
+        if self.config.alarms.transfer_rate is not None:
+            tasks.append(self._alarms.watch_transfers)
         async with AsyncExitStack() as exits:
             if self._sends:
                 await exits.enter_async_context(self._resends.listening(self._began_at))
@@ -279,8 +286,10 @@ class Trainer:
                     break
                 groups, self._metrics = step_result
                 step_metrics.append(self._metrics)
+                self._metrics |= self._count_fates(groups)
                 # Before a checkpoint of this step, whose ledger has these fates.
                 await self._report_trained(groups)
+                await self._alarms.add_step(self.train_step_num, self._metrics)
                 # The version first: with sync by files, a checkpoint of the same step rests on its
                 # folder.
                 if await self.need_sync():
@@ -470,11 +479,9 @@ class Trainer:
         # Read before the step is taken, which counts it up.
         step = self.train_step_num
         groups = group_by_prompt(exps)
-        if self.engine.loads_payloads:
-            metrics = await self.engine.train_step(groups)
-        else:
-            metrics = await self.engine.train_step(await self._load(groups))
-        samples = [sample for group in groups for sample in group]
+        batch = groups if self.engine.loads_payloads else await self._load(groups)
+        metrics = await self.engine.train_step(batch)
+        samples = [sample for group in batch for sample in group]
         scores = [sample.reward_parts.get("score", sample.reward) for sample in samples]
         if self.config.rewards.on_error == "score":
             metrics |= {REWARD_ERRORS: float(sum(bool(sample.reward_error) for sample in samples))}
@@ -498,6 +505,11 @@ class Trainer:
             self._payload_reader = open_payload_reader(self.config)
         load = partial(load_groups, self._payload_reader, groups, sampling=self.config.sampling)
         return await anyio.to_thread.run_sync(load)
+
+    def _count_fates(self, groups: Sequence[AnswerGroup]) -> dict[str, float]:
+        """Return the shares of the last step's prompts that taught nothing."""
+        before, self._dropped = self._dropped, Counter(self._dispatcher.ledger.dropped)
+        return count_fates([group.experiences for group in groups], self._dropped - before)
 
     async def _report_trained(self, groups: Sequence[AnswerGroup]) -> None:
         """Publish the fates of the groups that the last step was taken on."""

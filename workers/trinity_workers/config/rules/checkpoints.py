@@ -1,4 +1,4 @@
-"""Rules of checkpoints, the record, trackers and messages: what rests on them needs them."""
+"""Rules of checkpoints, record, trackers, alarms and messages: what rests on them needs them."""
 
 from __future__ import annotations
 
@@ -58,6 +58,11 @@ RULES: tuple[Rule, ...] = (
         "record.max_bytes record.max_steps record.redact",
         is_any("record.rollouts", "sample", "all"),
         "no rollouts are recorded",
+    ),
+    OnlyWhen(
+        "alarms.transfer_rate",
+        is_any("trainer.colocated", False),
+        "with {trainer.colocated} no weights travel",
     ),
     OnlyWhen(
         "notify.events notify.deadline",
