@@ -202,10 +202,10 @@ def test_refused_weights_are_in_the_table_and_in_the_exit_status_and_training_go
         out, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, error
     assert re.search(rf"error: explorers of run {run_id} refused weights \d+ times", error)
-    row = " ".join(out.split("refused weights", 1)[1].split())
-    assert "an explorer found that what it read was not what was published" in row
-    [refused] = re.findall(r"(\d+) applied, (\d+) refused", " ".join(out.split()))
-    assert int(refused[1]) > 0
+    row = " ".join(out.split("REFUSED", 1)[1].split())
+    assert re.match(
+        r"[1-9]\d* times, an explorer found that what it read was not what was published", row
+    )
     state = json.loads(cli("status", run_id, "--json").stdout)
     assert state["closed"] == "finished"
     assert {refusal["version"]["step"] % 4 for refusal in state["refusals"]} == {2}
@@ -218,8 +218,10 @@ def damage_every_other_version(client, run_id: str, until) -> None:
     damaged = set()
     while not until():
         for key in client.keys(pattern):
+            if not key.endswith(b":0"):  # a manifest, or a payload of answers
+                continue
             step = int(key.decode().split("}")[0].split(".")[-2])
-            if step % 4 == 2 and key.endswith(b":0") and key not in damaged:
+            if step % 4 == 2 and key not in damaged:
                 damaged.add(key)
                 client.setrange(key, 5, b"\x55")
         time.sleep(0.002)  # the server and a core are the demo's too

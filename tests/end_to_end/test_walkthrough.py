@@ -86,7 +86,7 @@ def killed(tmp_path_factory, policy_folder, redis_url, cli):
             page.open(f"{exits.enter_context(dashboard_process(redis_url))}#/{run_id}/overview")
             page.wait_for("document.querySelectorAll('.explorers tbody tr').length === 1")
             page.wait_for("document.querySelector('.pill.ok')")
-            seen = {"live": page.text(".pill") + page.text(".tiles")}
+            seen = {"live": page.text(".pill") + page.text("main")}
         shown = json.loads(cli("status", run_id, "--json").stdout)
         pid = shown["processes"]["actor-1"]["pid"]
         os.kill(pid, signal.SIGKILL)
