@@ -288,9 +288,10 @@ async def test_a_long_timeout_is_cut_short_by_the_end_of_the_wait(trainer, explo
     await trainer.open({"sync.timeout": 1.0, "explorer.wait_for_run": SHORT})
     async with explore() as outcome:
         pass
-    [silence] = [record.args[0] for record in outcome.log.records if "starting over" in record.msg]
     assert isinstance(outcome.error, TrainerSilent)
-    assert outcome.error.silence is silence, "a second timeout would be another error"
+    silences = [record.args[0] for record in outcome.log.records if "starting over" in record.msg]
+    # On a slow machine the wait ends before the explorer starts over at all.
+    assert silences in ([], [outcome.error.silence]), "a second timeout would be another error"
 
 
 def test_the_wait_is_bounded_in_a_file_and_in_the_log(tmp_path):
