@@ -4,10 +4,10 @@ import random
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.published_parts import announcement
 from tests.support.tensors import identical
+from tests.support.torch_operations import Operations
 from trinity_events.weights import (
     PartWriter,
     SharedMemoryStore,
@@ -67,18 +67,6 @@ def test_copies_of_one_size_are_moved_as_rows(gap):
     copy_all(into, [memory.data_ptr()] * 100, [64] * 100)
     assert target.tolist() == [memory[:64].tolist()] * 100
     copy_all([], [], [])
-
-
-class Operations(TorchDispatchMode):
-    """Count what torch is asked to compute."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("count", [200, 2000])

@@ -4,11 +4,11 @@ import ctypes
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.fake_devices import LateLane
 from tests.support.gpu import GPU
 from tests.support.tensors import bits, identical
+from tests.support.torch_operations import Operations
 from tests.support.weight_versions import awkward
 from trinity_events.system.shared_memory import available
 from trinity_events.weights import PartRef, PartWriter, SharedMemoryStore, check_fit, install
@@ -70,18 +70,6 @@ def test_small_tensors_go_through_buckets_of_any_size_bit_for_bit(lane, bucket_b
         for target, copy, tensor in zip(targets, copies, sent, strict=True):
             assert identical(target.cpu(), tensor.cpu())
             assert identical(copy, tensor.cpu())
-
-
-class Operations(TorchDispatchMode):
-    """Counts what torch is asked to do on a device."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("count", [400, 4000])

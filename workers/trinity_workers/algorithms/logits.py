@@ -31,6 +31,16 @@ class TokenStatistics(NamedTuple):
         entropy = None if self.entropy is None else self.entropy.masked_fill(~mask, 0.0)
         return TokenStatistics(self.logprobs.masked_fill(~mask, 0.0), entropy)
 
+    def stacked(self) -> Tensor:
+        """Return the statistics that there are as one tensor [..., X]."""
+        return torch.stack([tensor for tensor in self if tensor is not None], dim=-1)
+
+    @classmethod
+    def from_stacked(cls, values: Tensor) -> TokenStatistics:
+        """Return the statistics of a tensor that :meth:`stacked` made."""
+        logprobs, *entropies = values.unbind(dim=-1)
+        return cls(logprobs, entropies[0] if entropies else None)
+
 
 class VocabularyPart(NamedTuple):
     """Columns of the vocabulary that this rank holds, where several ranks share it."""

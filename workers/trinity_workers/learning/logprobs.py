@@ -135,7 +135,7 @@ def _statistics_of_head(
             temperature=temperature,
             entropy=entropy,
         )
-        made.append(_stacked(of_head))
+        made.append(of_head.stacked())
         return made[0]
 
     # Inside the forward pass of the model, where FSDP has gathered the head's weight.
@@ -144,7 +144,7 @@ def _statistics_of_head(
     # A model that changes its head's output, as Gemma 2 caps logits, would train on other numbers.
     if not made or output is not made[0]:
         raise FusedLossRefused("logits")
-    return _unstacked(output)
+    return TokenStatistics.from_stacked(output)
 
 
 def _own_columns(width: int, group: dist.ProcessGroup | None) -> slice:
@@ -160,18 +160,8 @@ def _gathered(
     statistics: TokenStatistics, own: slice, batch: Batch, group: dist.ProcessGroup
 ) -> TokenStatistics:
     """Return the statistics [B, R] of all ranks' columns. Collective, backward too."""
-    values = _stacked(statistics)  # (B, r, X)
+    values = statistics.stacked()  # (B, r, X)
     after = batch.response_width - own.stop
     whole = functional.pad(values, (0, 0, own.start, after))
     add_up: Any = all_reduce  # it has no annotations
-    return _unstacked(add_up(whole, group=group))
-
-
-def _stacked(statistics: TokenStatistics) -> Tensor:
-    """Return the statistics that there are as one tensor [..., X]."""
-    return torch.stack([tensor for tensor in statistics if tensor is not None], dim=-1)
-
-
-def _unstacked(values: Tensor) -> TokenStatistics:
-    logprobs, *entropies = values.unbind(dim=-1)
-    return TokenStatistics(logprobs, entropies[0] if entropies else None)
+    return TokenStatistics.from_stacked(add_up(whole, group=group))

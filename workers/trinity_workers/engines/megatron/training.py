@@ -204,13 +204,13 @@ class _Rows:
                 they predict.
         """
         if self.share is None:
-            return _stacked(compute(self.select_responses(output), self.answers))
+            return compute(self.select_responses(output), self.answers).stacked()
         predicts = torch.zeros_like(self.tokens, dtype=torch.bool)  # (B, S)
         predicts.scatter_(1, self.before_responses, self.batch.response_mask)
         own = self.share.select(predicts)
         following = self.share.select(self.tokens.roll(-1, dims=1))
         # (N, X), of the tokens of all rows that count. A rank may have none.
-        statistics = _stacked(compute(output[own][None], following[own][None]))[0]
+        statistics = compute(output[own][None], following[own][None]).stacked()[0]
         columns = statistics.new_zeros(*own.shape, statistics.shape[-1])
         columns = columns.masked_scatter(own[..., None], statistics)
         return self.select_responses(self.share.gather(columns))
@@ -232,13 +232,7 @@ class _Rows:
                     part=_vocabulary_part(output.shape[-1], settings.vocabulary),
                 ),
             )
-        statistics = TokenStatistics(output[..., 0], output[..., 1] if settings.entropy else None)
-        return statistics.masked(self.batch.response_mask)
-
-
-def _stacked(statistics: TokenStatistics) -> Tensor:
-    """Return the statistics that there are as one tensor [..., X]."""
-    return torch.stack([tensor for tensor in statistics if tensor is not None], dim=-1)
+        return TokenStatistics.from_stacked(output).masked(self.batch.response_mask)
 
 
 def _padded_columns(columns: int, transformer: Any) -> int:
