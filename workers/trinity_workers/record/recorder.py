@@ -214,8 +214,9 @@ class RolloutRecorder:
         except Exception as error:
             self._fail(str(error) or type(error).__name__)
         finally:
-            inward.close()
-            outward.close()
+            # Closing writes what is left in the buffer, also to a writer that is dead.
+            with outward, suppress(BrokenPipeError):
+                inward.close()
 
     def _writer_settings(self) -> WriterSettings:
         config, settings = self._config, self._settings
