@@ -44,7 +44,7 @@ from trinity_schemas import Event, LeaseExpired, VersionRefused, decode_envelope
 PICTURES = Path(__file__).parent / "pictures"
 MOST_BYTES = 200_000
 """Largest file of a picture; a larger one ends the script."""
-PATIENCE = 180.0
+PATIENCE = 600.0
 """Seconds after which a run has not come to the state that a picture shows."""
 WIDE, HIGH, PHONE = 1280, 800, 400
 """Width and height of a window, and width of a narrow one, in pixels."""
@@ -63,6 +63,14 @@ _PAINTED = """(() => {
   for (let at = 0; at < data.length; at += 4) if (data[at + 3] > 200)
     colors.add(data[at] << 16 | data[at + 1] << 8 | data[at + 2]);
   return colors.size > 5;
+})()"""
+
+_SPREAD = """(() => {
+  const order = [...document.querySelectorAll(".sample-tools label")]
+    .find((label) => label.innerText.startsWith("Order")).querySelector("select");
+  order.value = "most spread";
+  order.dispatchEvent(new Event("change"));
+  document.querySelector(".group summary").click();
 })()"""
 
 
@@ -294,7 +302,10 @@ def draw_fleet(studio: Studio) -> None:
 
 # --- a run that trains ----------------------------------------------------------------------------
 
-RUNNING = ("live", "runs", "watch", "standstill", "explain", "html", "failed", "before")
+RUNNING = (
+    *("live", "samples", "goodput", "runs", "watch", "standstill", "explain", "html"),
+    *("failed", "before"),
+)
 
 
 def draw_running(studio: Studio) -> None:
@@ -315,6 +326,8 @@ def draw_running(studio: Studio) -> None:
         run = Run(studio, address, LIVE)
         run.reaches(150)
         run.keep("live")
+        keep_samples(studio, run)
+        run.keep("goodput", "ledger")
         if studio.wants("runs"):
             keep_runs(studio, address)
         if studio.wants("watch"):
@@ -350,6 +363,18 @@ def keep_runs(studio: Studio, address: str) -> None:
     studio.page.open(address, wide=WIDE, high=LOWEST)
     studio.page.wait_for("document.querySelectorAll('tbody tr').length === 3")
     studio.keep_page("runs")
+
+
+def keep_samples(studio: Studio, run: Run) -> None:
+    """Keep a picture of the newest recorded step, with the tokens of a question's best answer."""
+    if not studio.wants("samples"):
+        return
+    run.show("samples", wide=WIDE, high=HIGH)
+    studio.page.wait_for("document.querySelectorAll('.group').length > 2")
+    # The group whose answers differ most shows both what is right and what is not.
+    studio.page.evaluate(_SPREAD)
+    studio.page.wait_for("document.querySelector('.sample-view .token')")
+    studio.keep_page("samples")
 
 
 async def watched(url: str) -> str:

@@ -11,6 +11,7 @@ from tests.support.browser import browser
 from tests.support.errors import raises
 from tests.support.experiences import make_groups
 from tests.support.rollout_records import write_record
+from trinity_events.dashboard import samples as dashboard_samples
 from trinity_events.dashboard.html_export import build_html
 from trinity_events.dashboard.samples import FILE_GROUPS, read_for_file, read_sample, read_step
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
@@ -46,6 +47,15 @@ def test_a_step_has_its_groups_with_the_best_and_the_worst_answer(record, groups
         lengths = [len(sample.turns[1].tokens) for sample in group]
         assert [row[2] for row in shown["samples"]] == lengths
         assert len(shown["previews"]) == 3
+
+
+def test_each_group_has_the_end_of_its_question_on_one_line(record):
+    first = read_step(record)["groups"][0]
+    prompt = read_sample(record, 2, first["ordinal"], 0)["turns"][0][1]
+    assert first["question"] == " ".join(prompt.split())
+    long = dashboard_samples._format_question("system\n" * 100 + "what is 2 + 2?")
+    assert long.startswith("…") and long.endswith("system what is 2 + 2?")
+    assert len(long) == dashboard_samples._QUESTION + 1
 
 
 def test_a_sample_has_a_text_for_each_token_that_make_up_its_turns(record, groups):

@@ -19,6 +19,8 @@ _COLUMNS = (
 )
 _LONGEST = 16_384
 """Tokens of a sample that are sent; a page of more is of no use, and of many megabytes."""
+_QUESTION = 240
+"""Characters of a question in the list, from its end: a system prompt stands before it."""
 FILE_STEPS = 6
 """Recorded steps that a file has, the newest ones."""
 FILE_GROUPS = 8
@@ -60,6 +62,9 @@ def read_step(record: RolloutRecord, step: int | None = None) -> dict[str, Any]:
     parts = sorted({name for row in rows for name in row["reward_parts"]})
     explorers = sorted({row["explorer"] for row in rows})
     places = {name: place for place, name in enumerate(explorers)}
+    # The samples of a group share their prompt.
+    first_rows = record.read(recorded, ("ordinal", "sample", "prompt"), sample=0)
+    questions = {row["ordinal"]: _format_question(row["prompt"]) for row in first_rows}
     groups: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         groups[row["ordinal"]].append(row)
@@ -69,8 +74,16 @@ def read_step(record: RolloutRecord, step: int | None = None) -> dict[str, Any]:
         "epoch": recorded.epoch,
         "parts": parts,
         "explorers": explorers,
-        "groups": [_build_group(group, parts, places) for group in groups.values()],
+        "groups": [
+            {"question": questions.get(ordinal, "")} | _build_group(group, parts, places)
+            for ordinal, group in groups.items()
+        ],
     }
+
+
+def _format_question(prompt: str) -> str:
+    text = " ".join(prompt.split())
+    return text if len(text) <= _QUESTION else f"…{text[-_QUESTION:]}"
 
 
 def _build_group(

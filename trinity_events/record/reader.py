@@ -100,6 +100,7 @@ class RolloutRecord:
         columns: Sequence[str] | None = SUMMARY_COLUMNS,
         *,
         ordinal: int | None = None,
+        sample: int | None = None,
     ) -> list[dict[str, Any]]:
         """Return samples of a step, ordered by ordinal and sample.
 
@@ -107,21 +108,23 @@ class RolloutRecord:
             recorded: The step.
             columns: Columns to read; None reads all.
             ordinal: Only the samples of this question.
+            sample: Only the samples of this number, one of each question.
 
         Raises:
             RecordDamaged: A file cannot be read.
         """
         pa = import_pyarrow("the record of rollouts")
+        wanted = {"ordinal": ordinal, "sample": sample}
+        filters = [(name, "==", value) for name, value in wanted.items() if value is not None]
         rows: list[dict[str, Any]] = []
         for file in recorded.files:
             path = self.folder / file.name
-            filters = None if ordinal is None else [("ordinal", "==", ordinal)]
             try:
                 with path.open("rb") as source:
                     table = pa.parquet.read_table(
                         source,
                         columns=None if columns is None else [*columns],
-                        filters=filters,
+                        filters=filters or None,
                     )
             except FileNotFoundError:
                 continue  # the writer removed it as the oldest

@@ -9,13 +9,20 @@ const SHADES = [
   ["advantage", "advantage"],
   ["none", "no shade"],
 ];
-const ORDERS = {
-  question: (group) => group.ordinal,
-  "mean reward": (group) => -group.mean,
-  spread: (group) => group.low - group.high,
-  length: (group) => -group.longest,
+const MEANINGS = {
+  logprob: "Orange tokens were unlikely for the model that sampled them.",
+  ratio: "Orange tokens were less likely for the trainer than for the explorer, blue ones more likely.",
+  advantage: "Orange tokens are made less likely by the step, blue ones more likely.",
+  none: "",
 };
-const chosen = { step: null, shade: "logprob", order: "question" };
+const ORDERS = {
+  "best first": (group) => -group.mean,
+  "worst first": (group) => group.mean,
+  "most spread": (group) => group.low - group.high,
+  "longest first": (group) => -group.longest,
+  "by number": (group) => group.ordinal,
+};
+const chosen = { step: null, shade: "logprob", order: "best first" };
 const filters = { part: "", least: "", most: "", shortest: "", longest: "", explorer: "", cut: "" };
 
 export function samplesPage(source, run) {
@@ -43,9 +50,13 @@ async function load(source, run, page) {
     chosen.step = found.step;
     const list = h("div", { class: "groups" });
     const summary = h("span", {});
-    const show = () => showGroups(found, list, summary, source, run);
+    const meaning = h("p", { class: "muted shade-meaning" });
+    const show = () => {
+      meaning.textContent = MEANINGS[chosen.shade];
+      showGroups(found, list, summary, source, run);
+    };
     page.replaceChildren(
-      panel(`Samples of step ${found.step}`, summary, toolbar(found, again, show), list),
+      panel(`Samples of step ${found.step}`, summary, toolbar(found, again, show), meaning, list),
     );
     show();
   } catch (error) {
@@ -121,13 +132,13 @@ function toolbar(found, again, show) {
       show();
     }),
     choice(
-      "Reward",
+      "Reward or part",
       [["", "reward"], ...plain(found.parts)],
       filters.part,
       filter("part"),
     ),
-    field("from", "least", show, { inputmode: "decimal" }),
-    field("to", "most", show, { inputmode: "decimal" }),
+    field("at least", "least", show, { inputmode: "decimal" }),
+    field("at most", "most", show, { inputmode: "decimal" }),
     field("Tokens from", "shortest", show, { inputmode: "numeric" }),
     field("to", "longest", show, { inputmode: "numeric" }),
     choice(
@@ -190,7 +201,10 @@ function showGroups(found, list, summary, source, run) {
   const key = ORDERS[chosen.order];
   groups.sort((one, other) => key(one) - key(other) || one.ordinal - other.ordinal);
   const samples = groups.reduce((sum, group) => sum + group.shown.length, 0);
-  summary.textContent = `${plural(samples, "sample")} of ${plural(groups.length, "question")}, epoch ${found.epoch}`;
+  const total = groups.reduce((sum, group) => sum + group.mean * group.shown.length, 0);
+  summary.textContent =
+    `${plural(samples, "sample")} of ${plural(groups.length, "question")}, ` +
+    `mean reward ${samples ? figure(total / samples) : "–"}, epoch ${found.epoch}`;
   const add = (from) => {
     list.querySelector(".more")?.remove();
     list.append(...groups.slice(from, from + FIRST).map((one) => groupRow(one, found, source, run)));
@@ -223,15 +237,16 @@ function groupRow(group, found, source, run) {
     h(
       "summary",
       {},
-      h("span", { class: "strong" }, `question ${count(group.ordinal)}`),
+      h("span", { class: "strong" }, `Question ${count(group.ordinal)}`),
       group.set ? h("span", { class: "muted" }, ` ${group.set}`) : null,
       h(
         "span",
         { class: "muted" },
-        ` reward ${figure(group.mean)} (${figure(group.low)} to ${figure(group.high)}), `,
+        ` mean reward ${figure(group.mean)} (${figure(group.low)} to ${figure(group.high)}), `,
         `${plural(group.shown.length, "sample")}, up to ${plural(group.longest, "token")}`,
         group.shown.some((one) => one[3]) ? ", some cut off" : "",
       ),
+      group.question ? h("div", { class: "question" }, group.question) : null,
       h("div", { class: "answers" }, answers),
     ),
     body,
