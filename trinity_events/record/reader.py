@@ -114,8 +114,8 @@ class RolloutRecord:
             RecordDamaged: A file cannot be read.
         """
         pa = import_pyarrow("the record of rollouts")
-        wanted = {"ordinal": ordinal, "sample": sample}
-        filters = [(name, "==", value) for name, value in wanted.items() if value is not None]
+        conditions = {"ordinal": ordinal, "sample": sample}
+        filters = [(name, "==", value) for name, value in conditions.items() if value is not None]
         rows: list[dict[str, Any]] = []
         for file in recorded.files:
             path = self.folder / file.name
