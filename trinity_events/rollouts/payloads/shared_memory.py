@@ -1,8 +1,11 @@
 """Payloads in shared memory, for processes of one user on one host.
 
-A payload is a file. The end of its lease is :data:`.ANSWER_LEASE` after the file's time of
-modification: all processes of a host have one clock, and a write begins the lease by itself. Every
-process that uses the store removes files whose lease has ended, of all runs of the user.
+A payload is a file in a folder that all runs of the user share and that stays: a run that removed
+its own with its last payload could take it from under an explorer that is about to write.
+
+The end of its lease is :data:`.ANSWER_LEASE` after the file's time of modification: all processes
+of a host have one clock, and a write begins the lease by itself. Every process that uses the store
+removes files whose lease has ended, of all runs of the user.
 """
 
 from __future__ import annotations
@@ -31,6 +34,10 @@ def _users_folder(root: Path) -> Path:
     return root / f"trinity-payloads-{os.getuid()}"
 
 
+def _file(root: Path, run_id: str, name: str) -> Path:
+    return _users_folder(root) / f"{run_id}.{name}"
+
+
 class SharedMemoryPayloads:
     """Implements :class:`.PayloadStore` with one file a payload.
 
@@ -43,7 +50,7 @@ class SharedMemoryPayloads:
 
     def __init__(self, run_id: str, root: Path = SHARED_MEMORY) -> None:
         self._root = root
-        self._folder = _users_folder(root) / check_run_id(run_id)
+        self._run_id = check_run_id(run_id)
         self._next_sweep = 0.0
 
     async def write(self, payloads: Mapping[str, bytes]) -> None:
@@ -62,10 +69,9 @@ class SharedMemoryPayloads:
         if not available(self._root):
             raise SharedMemoryUnusable("absent", self._root)
         make_private(_users_folder(self._root))
-        make_private(self._folder)
         self._sweep()
         for name, payload in payloads.items():
-            path = self._folder / name
+            path = _file(self._root, self._run_id, name)
             descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
             try:
                 # Reserved first: a full file system is then an error before the copy.
@@ -85,16 +91,14 @@ class SharedMemoryPayloads:
         there = set()
         for name in names:
             with suppress(FileNotFoundError):
-                os.utime(self._folder / name, (modified, modified), follow_symlinks=False)
+                path = _file(self._root, self._run_id, name)
+                os.utime(path, (modified, modified), follow_symlinks=False)
                 there.add(name)
         return there
 
     def _free(self, names: Sequence[str]) -> None:
         for name in names:
-            (self._folder / name).unlink(missing_ok=True)
-        # The last payload of a run takes its folder along; a full one stays.
-        with suppress(OSError):
-            self._folder.rmdir()
+            _file(self._root, self._run_id, name).unlink(missing_ok=True)
 
     def _sweep(self) -> None:
         """Remove files whose lease has ended, at most once a minute."""
@@ -105,7 +109,7 @@ class SharedMemoryPayloads:
         if not owned(parent):  # another user's, or none
             return
         ended = time.time() - ANSWER_LEASE
-        for path in parent.glob("*/*"):
+        for path in parent.iterdir():
             # Another process may free it, or sweep it, at the same time.
             with suppress(FileNotFoundError):
                 if path.lstat().st_mtime < ended:
@@ -123,7 +127,8 @@ class SharedMemoryPayloadReader:
     transport: Literal["redis", "shm"] = "shm"
 
     def __init__(self, run_id: str, root: Path = SHARED_MEMORY) -> None:
-        self._folder = _users_folder(root) / check_run_id(run_id)
+        self._root = root
+        self._run_id = check_run_id(run_id)
 
     def read(self, addresses: Sequence[PayloadAddress]) -> Iterator[bytes | None]:
         """Yield the bytes of payloads in order, unchecked; None for one that is not there."""
@@ -131,10 +136,11 @@ class SharedMemoryPayloadReader:
             yield self._read(address)
 
     def _read(self, address: PayloadAddress) -> bytes | None:
-        if not owned(self._folder.parent):
+        if not owned(_users_folder(self._root)):
             return None
+        path = _file(self._root, self._run_id, address.name)
         try:
-            descriptor = os.open(self._folder / address.name, os.O_RDONLY | os.O_NOFOLLOW)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except FileNotFoundError:
             return None
         with os.fdopen(descriptor, "rb", buffering=0) as file:
