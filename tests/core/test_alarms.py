@@ -153,6 +153,22 @@ def test_transfers_below_the_floor_are_raised():
     assert cleared[-1] == AlarmCleared(alarm="transfer_rate", step=9)
 
 
+def test_a_slow_explorer_raises_an_alarm_whatever_the_others_do():
+    judge = AlarmJudge(THRESHOLDS | {"transfer_rate": 1e8})
+
+    def transfer(seconds_by_explorer):
+        events = [
+            judge.judge_transfer(1, explorer, 10**8, seconds)
+            for _ in range(PATIENCE)
+            for explorer, seconds in seconds_by_explorer.items()
+        ]
+        return [type(event) for event in events if event is not None]
+
+    assert transfer({"explorer-0": 0.5, "explorer-1": 2.0}) == [AlarmRaised]
+    assert transfer({"explorer-0": 2.0, "explorer-1": 0.5}) == []  # one of them is slow still
+    assert transfer({"explorer-0": 0.5, "explorer-1": 0.5}) == [AlarmCleared]
+
+
 def alarm(name="empty_answers", step=3):
     return AlarmRaised(alarm=name, step=step, value=0.5, threshold=0.2, sentence="50% are empty")
 

@@ -4,6 +4,7 @@
 2. A threshold that is None judges nothing. A metric that is missing or not finite neither raises
    an alarm nor clears one.
 3. A share is judged over :data:`PATIENCE` steps in a row, to raise as to clear: one step is noise.
+   So is the rate of an explorer, over its own transfers: fast ones of others excuse none.
 4. A pace is judged by the median of the same epoch, once that has :data:`_KNOWN_PACE` steps, and
    while a step is under way. The next step clears it.
 5. Entropy that falls while the reward rises is a policy that has learned, and no alarm.
@@ -93,7 +94,9 @@ class AlarmJudge:
         }
         self._raised: set[str] = set()
         self._streaks: dict[str, int] = {}
-        """Steps in a row that contradict the present state of an alarm."""
+        """Steps in a row that contradict the present state of an alarm, or of an explorer."""
+        self._slow: set[str] = set()
+        """Explorers whose transfers are below the floor."""
         self._paces: deque[float] = deque(maxlen=_KEPT_PACE)
         self._first_entropies: list[float] = []
         self._first_rewards: list[float] = []
@@ -151,16 +154,27 @@ class AlarmJudge:
     def judge_transfer(
         self, step: int, explorer: str, nbytes: int, seconds: float
     ) -> AlarmRaised | AlarmCleared | None:
-        """Return the alarm that the weights of a step raise or clear, as an explorer got them."""
+        """Return the alarm that the weights of a step raise or clear, as an explorer got them.
+
+        The first slow explorer raises it, and it is cleared once none is slow.
+        """
         floor = self._thresholds.get("transfer_rate")
         if floor is None or nbytes <= 0 or seconds <= 0:
             return None
         rate = nbytes / seconds
+        was_slow = explorer in self._slow
+        if not self._has_turned(explorer, rate < floor, was_slow):
+            return None
+        self._slow ^= {explorer}
+        if was_slow:
+            return None if self._slow else self._clear("transfer_rate", step)
+        if "transfer_rate" in self._raised:
+            return None
         words = (
             f"{explorer} got the weights of step {step} at {rate / 1e6:.3g} MB/s, and the floor is "
             f"{floor / 1e6:.3g} MB/s"
         )
-        return self._count("transfer_rate", step, _Judgement(rate, words, rate < floor))
+        return self._raise("transfer_rate", step, rate, words)
 
     def _judge_metrics(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, _Judgement]]:
         for name, share in _SHARES.items():
@@ -230,14 +244,18 @@ class AlarmJudge:
     ) -> AlarmRaised | AlarmCleared | None:
         """Count a verdict; return the event of the last one of a streak (3)."""
         is_raised = name in self._raised
-        streak = self._streaks.get(name, 0) + 1 if verdict.is_bad is not is_raised else 0
-        self._streaks[name] = streak
-        if streak < PATIENCE:
+        if not self._has_turned(name, verdict.is_bad, is_raised):
             return None
-        self._streaks[name] = 0
         if is_raised:
             return self._clear(name, step)
         return self._raise(name, step, verdict.value, verdict.words)
+
+    def _has_turned(self, name: str, is_bad: bool, was_bad: bool) -> bool:
+        """Count a verdict; return True if :data:`PATIENCE` in a row say that a state is over."""
+        streak = self._streaks.get(name, 0) + 1 if is_bad is not was_bad else 0
+        has_turned = streak >= PATIENCE
+        self._streaks[name] = 0 if has_turned else streak
+        return has_turned
 
     def _raise(self, name: str, step: int, value: float, words: str) -> AlarmRaised:
         self._raised.add(name)
