@@ -7,6 +7,7 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 from trinity_workers.documents import schema_files
 
@@ -20,6 +21,13 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
         files.append(File.generated(config, f"schemas/{name}", content=text))
         page.append(f"- [{name}]({name})")
     files.append(File.generated(config, "schemas/index.md", content="\n".join(page)))
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Give the start page the whole width: it lists the pages itself."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation", "toc"]
+    return markdown
 
 
 def on_page_content(html: str, **_: Any) -> str:
