@@ -148,6 +148,7 @@ from .manifest import (
 from .proof import MAX_UNPROVEN, Probes, ProofCheck, ProofStatus, WeightsProof, make_probes
 from .reader import EnvelopeReader
 from .rollouts import (
+    ChatMessage,
     Experience,
     ExperienceHeader,
     ExperienceReference,
@@ -181,6 +182,7 @@ __all__ = [
     "ArrayDamaged",
     "ArrayValuesRefused",
     "BestBy",
+    "ChatMessage",
     "CheckedEntries",
     "ChosenTransport",
     "Chunk",

@@ -47,6 +47,8 @@ LONGEST_REWARD_ERROR = 500
 """Maximum characters of a sentence about a reward's error: every sample that failed repeats it."""
 LONGEST_JUDGE_REPLY = 2_000
 """Maximum characters of a judge's reply: it travels in the stream, with every sample."""
+LONGEST_MESSAGES = 2**18
+"""Maximum characters of the chat messages of a turn, of which explorers cut the contents."""
 QUESTION_SET = r"^([A-Za-z0-9][A-Za-z0-9._-]{0,126})?$"
 """Pattern of a set's name, which is part of the names of metrics."""
 MAX_EXCLUDED_NAMES = 64
@@ -145,6 +147,35 @@ class RolloutRequest(Struct, frozen=True, kw_only=True):
 _NO_LOGPROBS = FloatArray.pack([])
 
 
+class ChatMessage(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Chat message as it was before the chat template: what a record of rollouts shows."""
+
+    role: Annotated[
+        str, Meta(max_length=64, description="Its writer, such as system, user or tool.")
+    ]
+    content: Annotated[
+        str, Meta(max_length=LONGEST_MESSAGES, description="Its text; of parts, those of text.")
+    ] = ""
+    name: Annotated[str, Meta(max_length=256, description="Name of the tool that wrote it.")] = ""
+    tool_call_id: Annotated[
+        str, Meta(max_length=256, description="Id of the call that it is the result of.")
+    ] = ""
+    arguments: Annotated[
+        str,
+        Meta(
+            max_length=LONGEST_MESSAGES,
+            description="Arguments of that call, if the environment reports them.",
+        ),
+    ] = ""
+    tool_calls: Annotated[
+        str,
+        Meta(
+            max_length=LONGEST_MESSAGES,
+            description="Calls of tools by an assistant's message of the prompt, as JSON.",
+        ),
+    ] = ""
+
+
 class Turn(Struct, frozen=True, kw_only=True):
     """Part of an episode: consecutive tokens that one side wrote.
 
@@ -169,6 +200,14 @@ class Turn(Struct, frozen=True, kw_only=True):
     versions: Annotated[
         list[tuple[StepRef, int]],
         Meta(description="Weight versions that sampled the tokens, each with its number of tokens"),
+    ] = []
+    messages: Annotated[
+        list[ChatMessage],
+        Meta(
+            max_length=4096,
+            description="Chat messages that the tokens of a prompt, or of an environment, encode; "
+            "empty for text, and for the policy's turns.",
+        ),
     ] = []
 
     def __post_init__(self) -> None:

@@ -54,7 +54,8 @@ def _faults(
         f"on-policy: {steps} steps, {len(weights)} tensors compared, "
         f"{killed.recomputed()} requests issued again, {time.monotonic() - began:.0f} s"
     )
-    for number, (name, style) in enumerate(STYLES.items(), 1):
+    for number, name in enumerate(options.styles, 1):
+        style = STYLES[name]
         began = time.monotonic()
         run = KilledRun(folder, model, redis_url, name, style, ranks=options.ranks)
         steps = killed_at_random(run, kills=options.kills, seed=options.seed + number)
@@ -69,6 +70,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make crash", description=__doc__)
     parser.add_argument("--kills", type=int, default=20, help="kills of each run")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6), help="of the moments")
+    parser.add_argument(
+        *("--styles",), nargs="*", choices=[*STYLES], default=[*STYLES], help="after on-policy"
+    )
     parser.add_argument("--ranks", type=int, default=2, help="ranks of the trainer")
     return parser.parse_args()
 

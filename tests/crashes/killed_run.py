@@ -154,7 +154,24 @@ class KilledRun:
             *ledger_faults(self.redis_url, self.run_id, steps=steps, prompts=PROMPTS),
             *serving_faults(log),
             *record_faults(self.folder / self.run_id, log),
+            *goodput_faults(self.goodput(), self.folder / self.run_id),
         ]
+
+    def goodput(self) -> dict[str, Any]:
+        """Return the goodput that the command prints."""
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "trinity_events", "goodput", self.run_id, "--json"),
+                *("--redis-url", self.redis_url, "--checkpoint-root", str(self.folder)),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE,
+        )
+        assert done.returncode == 0, done.stderr[-8000:]
+        goodput: dict[str, Any] = json.loads(done.stdout)
+        return goodput
 
     def recomputed(self) -> int:
         """Return the number of requests beyond the first one of an ordinal."""
@@ -221,6 +238,38 @@ def record_faults(folder: Path, log: Sequence[Envelope]) -> list[str]:
             faults.append(
                 f"step {step}: lacks {expected - recorded}, has too often {recorded - expected}"
             )
+    return faults
+
+
+def goodput_faults(goodput: dict[str, Any], folder: Path) -> list[str]:
+    """Return which sums of a goodput are wrong: of its processes, and by the record of the run.
+
+    The seconds of all processes are those of all fates, to 0.1 %. The trained tokens and samples
+    are those that the record has, to the token.
+    """
+    by_fate = sum(goodput["seconds"].values())
+    by_process = sum(
+        seconds for worker in goodput["workers"] for seconds in worker["seconds"].values()
+    )
+    record = RolloutRecord(folder, folder.name)
+    rows = [
+        row
+        for recorded in record.list_steps()
+        for row in record.read(recorded, ["ordinal", "sample", "turns"])
+    ]
+    recorded = sum(
+        turn["tokens"] for row in rows for turn in row["turns"] if turn["role"] == "policy"
+    )
+    faults = []
+    if abs(by_fate / by_process - 1) > 0.001:
+        faults.append(f"the seconds of all fates are {100 * by_fate / by_process:.3f} % of all")
+    least = min([*goodput["seconds"].values(), *goodput["tokens"].values()])
+    if least < 0:
+        faults.append(f"a fate has {least} seconds or tokens")
+    if goodput["tokens"]["trained"] != recorded:
+        faults.append(f"{goodput['tokens']['trained']} tokens are trained, {recorded} recorded")
+    if goodput["samples"] != len(rows):
+        faults.append(f"{goodput['samples']} samples are trained, {len(rows)} recorded")
     return faults
 
 

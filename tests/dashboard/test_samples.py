@@ -10,7 +10,7 @@ import anyio.to_thread
 from tests.support.browser import browser
 from tests.support.errors import raises
 from tests.support.experiences import make_groups
-from tests.support.rollout_records import write_record
+from tests.support.rollout_records import make_episode, write_record
 from trinity_events.dashboard import samples as dashboard_samples
 from trinity_events.dashboard.html_export import build_html
 from trinity_events.dashboard.samples import FILE_GROUPS, read_for_file, read_sample, read_step
@@ -70,6 +70,19 @@ def test_a_sample_has_a_text_for_each_token_that_make_up_its_turns(record, group
     assert sample["trainer_logprobs"] == []
 
 
+def test_an_episode_with_a_tool_has_its_messages_by_turn(tmp_path, policy_folder):
+    episode = make_episode(policy_folder)
+    sample = read_sample(write_record(tmp_path / "r", policy_folder, {1: [[episode]]}), 1, 0, 0)
+    assert [(turn, role, name) for turn, role, name, *_ in sample["messages"]] == [
+        (0, "system", ""),
+        (0, "user", ""),
+        (1, "assistant", ""),
+        (2, "tool", "lookup"),
+        (3, "assistant", ""),
+    ]
+    assert sample["messages"][2][4] == [["lookup", '{"word": "tea"}']]
+
+
 def test_a_step_that_is_not_recorded_is_named(record):
     with raises(RecordMissing, fault="step", step=7, recorded=(1, 2)):
         read_step(record, 7)
@@ -98,6 +111,30 @@ async def test_the_page_filters_groups_and_shades_the_tokens_of_a_sample(record,
     path.write_text(await build_html(source))
     source.close()
     await anyio.to_thread.run_sync(look_at_samples, tmp_path, f"{path.as_uri()}#/{plan.run_id}")
+
+
+@pytest.mark.processes
+async def test_the_page_shows_an_episode_with_a_tool_as_a_conversation(tmp_path, policy_folder):
+    record = write_record(tmp_path / "r", policy_folder, {1: [[make_episode(policy_folder)]]})
+    plan = Plan(explorers=2, steps=4)
+    source = RecordedSource.from_entries(plan.run_id, simulated_run(plan))
+    source.record = record
+    path = tmp_path / "run.html"
+    path.write_text(await build_html(source))
+    source.close()
+
+    def look() -> None:
+        with browser(tmp_path / "profile") as page:
+            page.open(f"{path.as_uri()}#/{plan.run_id}/samples")
+            page.wait_for("document.querySelector('.group summary')")
+            page.evaluate("document.querySelector('.group summary').click()")
+            page.wait_for("document.querySelector('.tool-call')")
+            assert page.text(".tool-call") == 'calls lookup({"word": "tea"})'
+            roles = "[...document.querySelectorAll('.turn-role')].map((one) => one.innerText)"
+            assert page.evaluate(f"{roles}.join()") == "system,user,policy,tool lookup,policy"
+            assert page.problems == []
+
+    await anyio.to_thread.run_sync(look)
 
 
 def look_at_samples(folder, address):

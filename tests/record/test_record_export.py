@@ -9,7 +9,7 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("torch")
 
 from tests.support.experiences import make_groups
-from tests.support.rollout_records import write_record
+from tests.support.rollout_records import make_episode, write_record
 
 pytestmark = pytest.mark.processes
 
@@ -21,6 +21,7 @@ def root(tmp_path_factory, policy_folder):
     groups = make_groups("r", 4, count=3)
     write_record(root / "r", policy_folder, {1: groups, 2: groups})
     write_record(root / "r", policy_folder, {2: groups}, epoch=2, resumed_step=1)
+    write_record(root / "tools", policy_folder, {1: [[make_episode(policy_folder)]]})
     return root
 
 
@@ -28,10 +29,10 @@ def root(tmp_path_factory, policy_folder):
 def export(cli, root, tmp_path):
     """Return a function that exports the run's rollouts, and the file."""
 
-    def write(*options):
+    def write(*options, run="r"):
         path = tmp_path / "out"
         done = cli(
-            "export", "r", "--rollouts", "--checkpoint-root", str(root), "-o", str(path), *options
+            "export", run, "--rollouts", "--checkpoint-root", str(root), "-o", str(path), *options
         )
         assert done.returncode == 0, done.stderr
         return path
@@ -75,6 +76,49 @@ def test_spans_have_the_episode_with_its_turns(export):
     assert kinds == ["AGENT", "LLM"]
     assert turn["parentSpanId"] == episode["spanId"] and turn["traceId"] == episode["traceId"]
     assert len(lines) == 12
+
+
+def test_an_episode_with_tools_is_a_list_of_messages(export):
+    [row] = [json.loads(line) for line in export(run="tools").read_text().splitlines()]
+    assert row["prompt"] == [
+        {"role": "system", "content": "use tools"},
+        {"role": "user", "content": "what is tea"},
+    ]
+    call, result, answer = row["completion"]
+    assert call["tool_calls"] == [
+        {"type": "function", "function": {"name": "lookup", "arguments": {"word": "tea"}}}
+    ]
+    assert result == {"role": "tool", "content": "a drink", "name": "lookup"}
+    assert answer["role"] == "assistant"
+    assert row["prompt_text"] and row["completion_text"].endswith(answer["content"])
+    # The rows of text alone stay text.
+    assert isinstance(json.loads(export().read_text().splitlines()[0])["prompt"], str)
+
+
+def test_spans_of_an_episode_with_tools_have_its_messages(export):
+    line = export("--format", "openinference", run="tools").read_text()
+    [scope] = json.loads(line)["resourceSpans"][0]["scopeSpans"]
+    spans = [
+        {item["key"]: item["value"].get("stringValue") for item in span["attributes"]}
+        for span in scope["spans"]
+    ]
+    _episode, call, tool, answer = spans
+    kinds = [span["openinference.span.kind"] for span in spans]
+    assert kinds == ["AGENT", "LLM", "TOOL", "LLM"]
+    assert call["llm.input_messages.0.message.role"] == "system"
+    called = "llm.output_messages.0.message.tool_calls.0.tool_call.function"
+    assert (call[f"{called}.name"], call[f"{called}.arguments"]) == ("lookup", '{"word": "tea"}')
+    assert (tool["tool.name"], tool["input.value"]) == ("lookup", '{"word": "tea"}')
+    assert answer["llm.input_messages.3.message.role"] == "tool"
+    assert answer["llm.input_messages.3.message.name"] == "lookup"
+
+
+def test_an_episode_with_tools_is_shown_as_a_conversation(cli, root):
+    shown = cli("samples", "tools", "--ordinal", "0", "--checkpoint-root", str(root)).stdout
+    roles = ("[system]", "[user]", "[assistant]", "[tool lookup]")
+    places = [shown.index(role) for role in roles]
+    assert places == sorted(places)
+    assert 'calls lookup({"word": "tea"})' in shown
 
 
 def test_samples_are_listed_and_shown_in_full(cli, root):

@@ -6,12 +6,53 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from trinity_events.record.files import RECORD
 from trinity_events.record.reader import RolloutRecord
-from trinity_schemas import Experience, encode
+from trinity_schemas import ChatMessage, Experience, StepRef, Turn, encode
 from trinity_workers.record.messages import StepRows, WriterSettings
 from trinity_workers.record.writer import RecordWriter
+
+
+def make_episode(model_folder: Path, run_id: str = "r", ordinal: int = 0) -> Experience:
+    """Return an episode with a tool: a chat, a call, its result, and an answer."""
+    tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+
+    def encode_text(text: str) -> list[int]:
+        tokens: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return tokens
+
+    def answer(text: str) -> Turn:
+        tokens = encode_text(text)
+        return Turn(
+            role="policy",
+            tokens=tokens,
+            logprobs=[-0.5] * len(tokens),
+            versions=[(StepRef(1, 0), len(tokens))],
+        )
+
+    question = [
+        ChatMessage(role="system", content="use tools"),
+        ChatMessage(role="user", content="what is tea"),
+    ]
+    result = ChatMessage(role="tool", content="a drink", name="lookup", arguments='{"word": "tea"}')
+    return Experience(
+        run_id=run_id,
+        epoch=1,
+        ordinal=ordinal,
+        attempt=1,
+        sample=0,
+        samples=1,
+        explorer="explorer-0",
+        turns=[
+            Turn(role="prompt", tokens=encode_text("what is tea"), messages=question),
+            answer("look up tea"),
+            Turn(role="environment", tokens=encode_text("a drink"), messages=[result]),
+            answer("drink"),
+        ],
+        reward=1.0,
+    )
 
 
 def write_record(

@@ -16,13 +16,18 @@ pytest.importorskip("transformers")
 
 from tests.support.pipeline import PATIENCE  # noqa: E402
 from trinity_schemas import (  # noqa: E402
+    ChatMessage,
     Experience,
+    PayloadAddress,
     RolloutRequest,
     Sampling,
     StepRef,
     Turn,
     decode_reward_error,
+    decode_turns,
     encode,
+    encode_turns,
+    refer,
 )
 from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.prepare import prepare  # noqa: E402
@@ -42,6 +47,7 @@ from trinity_workers.rollout_engines import (  # noqa: E402
     Generation,
     load_engine,
 )
+from trinity_workers.rollouts.chat_messages import convert_messages  # noqa: E402
 from trinity_workers.rollouts.episodes import (  # noqa: E402
     Episodes,
     OtherVersion,
@@ -210,6 +216,39 @@ async def test_tokens_of_earlier_turns_are_kept_and_only_new_messages_are_encode
     assert tokenizer.decode(before_last) == text
     assert environment.seen[0][-1] == {"role": "assistant", "content": "call 2 + 3"}
     assert not experience.turns[2].logprobs and not experience.turns[2].versions
+
+
+async def test_messages_of_prompts_and_tools_are_sent_for_the_record_and_bounded(tokenizer):
+    task = task_of(chat("what is 2 + 3?"), Question(prompt="2 + 3 ="))
+    parts = [{"type": "text", "text": "5"}, {"type": "image", "image": "a"}]
+    reply = {"role": "tool", "content": parts, "name": "calc", "arguments": "2 + 3"}
+
+    class Tool:
+        async def reply(self, question, messages):
+            return None if messages[-1]["content"] == "five" else [reply]
+
+    def play(ordinal, **options):
+        engine = Scripted(tokenizer, "calc(2 + 3)", "five")
+        episodes = episodes_of(engine, tokenizer, task, environment=Tool(), max_turns=2, **options)
+        return episodes.answer(request_for(task, ordinal, samples=1))
+
+    address = PayloadAddress(transport="redis", name="0" * 32, size=1, digest="xxh3:" + "0" * 32)
+    (experience,) = await play(0, keeps_messages=True)
+    prompt, policy, tool, last = experience.turns
+    assert [(message.role, message.content) for message in prompt.messages] == [
+        ("system", "use tools"),
+        ("user", "what is 2 + 3?"),
+    ]
+    expected = ChatMessage(role="tool", content="5[image]", name="calc", arguments="2 + 3")
+    assert tool.messages == [expected]
+    assert policy.messages == last.messages == []
+    assert decode_turns(encode_turns([experience]), refer([experience], address)) == [experience]
+    (unrecorded,) = await play(0)
+    assert not any(turn.messages for turn in unrecorded.turns)
+    (text,) = await play(1, keeps_messages=True)
+    assert text.turns[0].messages == []
+    long = convert_messages([{"role": "user", "content": "a" * 2**18}, reply])
+    assert sum(len(message.content) + len(message.arguments) for message in long) == 2**18
 
 
 @pytest.mark.parametrize(("include_stop", "expected"), [(False, "call 2"), (True, "call 2</call>")])

@@ -129,6 +129,13 @@ def _build_sample(row: dict[str, Any], recorded: RecordedStep) -> dict[str, Any]
         "step": recorded.step,
         "epoch": recorded.epoch,
         "proof": row["proof"],
+        "messages": [
+            [
+                *(message["turn"], message["role"], message["name"], message["content"]),
+                [[call["name"], call["arguments"]] for call in message["tool_calls"]],
+            ]
+            for message in (*(row["prompt_messages"] or ()), *(row["completion_messages"] or ()))
+        ],
         "turns": [[turn["role"], turn["content"], turn["tokens"]] for turn in row["turns"]],
         "tokens": row["token_texts"][shown],
         "mask": row["completion_mask"][shown],

@@ -23,6 +23,10 @@ SUMMARY_COLUMNS = (
 """Columns without texts and tokens: those of thousands of samples are read in milliseconds."""
 
 
+MESSAGE_TEXTS = ("role", "content", "name", "tool_call_id", "arguments")
+"""Texts of a chat message; ``arguments`` are those of the call that an environment answers."""
+
+
 def import_pyarrow(user: str) -> Any:
     """Import pyarrow and its Parquet module.
 
@@ -42,6 +46,14 @@ def build_schema(metadata: dict[str, str] | None = None) -> pyarrow.Schema:
     pa = import_pyarrow("the record of rollouts")
     version = pa.struct([("epoch", pa.int64()), ("step", pa.int64()), ("tokens", pa.int32())])
     turn = pa.struct([("role", pa.string()), ("content", pa.string()), ("tokens", pa.int32())])
+    call = pa.struct([("id", pa.string()), ("name", pa.string()), ("arguments", pa.string())])
+    message = pa.struct(
+        [
+            ("turn", pa.int32()),  # place among the turns
+            *((name, pa.string()) for name in MESSAGE_TEXTS),
+            ("tool_calls", pa.list_(call)),
+        ]
+    )
     return pa.schema(
         [
             ("run_id", pa.string()),
@@ -58,6 +70,8 @@ def build_schema(metadata: dict[str, str] | None = None) -> pyarrow.Schema:
             ("completion", pa.string()),
             ("preview", pa.string()),  # beginning and end of the completion
             ("turns", pa.list_(turn)),
+            ("prompt_messages", pa.list_(message)),  # null if the episode has no chat messages
+            ("completion_messages", pa.list_(message)),
             ("prompt_ids", pa.list_(pa.int32())),
             ("completion_ids", pa.list_(pa.int32())),
             ("completion_mask", pa.list_(pa.bool_())),

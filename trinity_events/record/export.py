@@ -1,6 +1,8 @@
 """Exports of a record: rows for TRL and verifiers, and spans of OpenInference.
 
 A row of JSON lines or of Parquet has the columns of the record, but the short texts for lists.
+Where an episode has chat messages, ``prompt`` and ``completion`` of a JSON line are lists of them,
+and ``prompt_text`` and ``completion_text`` the texts.
 Parts of a reward are ``metrics``, as in verifiers' results, and ``fate`` says if a later epoch took
 the step again.
 """
@@ -14,6 +16,7 @@ from enum import StrEnum
 from typing import Any, BinaryIO
 
 from .columns import build_schema, import_pyarrow
+from .conversation import to_chat
 from .files import RecordedStep
 from .reader import RolloutRecord
 
@@ -47,10 +50,19 @@ def write_rollouts(
     for recorded in steps:
         at = record.find_time(recorded)
         for row in _read_rows(record, recorded):
-            line = row if form is ExportFormat.jsonl else build_spans(row, at)
+            line = _to_line(row) if form is ExportFormat.jsonl else build_spans(row, at)
             file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
             count += 1
     return count
+
+
+def _to_line(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with chat messages in the place of texts, where its episode has messages."""
+    messages = {name: row.pop(f"{name}_messages") for name in ("prompt", "completion")}
+    for name, rows in messages.items():
+        if rows is not None:
+            row |= {f"{name}_text": row[name], name: to_chat(rows)}
+    return row
 
 
 def _read_rows(record: RolloutRecord, recorded: RecordedStep) -> Iterator[dict[str, Any]]:
@@ -114,17 +126,17 @@ def build_spans(row: dict[str, Any], at: int) -> dict[str, Any]:
             },
         )
     ]
-    messages = [prompt]
-    for place, turn in enumerate(turns):
+    by_turn = _messages_by_turn(row)
+    messages, read = [*by_turn[0]], prompt["tokens"]
+    for place, turn in enumerate(turns, 1):
         is_policy = turn["role"] == "policy"
         attributes: dict[str, Any] = {
             "openinference.span.kind": "LLM" if is_policy else "TOOL",
             "output.value": turn["content"],
         }
         if is_policy:
-            read = sum(message["tokens"] for message in messages)
             attributes |= _build_messages("llm.input_messages", messages)
-            attributes |= _build_messages("llm.output_messages", [turn])
+            attributes |= _build_messages("llm.output_messages", by_turn[place])
             attributes |= {
                 "llm.model_name": row["run_id"],
                 "llm.token_count.prompt": read,
@@ -132,10 +144,12 @@ def build_spans(row: dict[str, Any], at: int) -> dict[str, Any]:
                 "llm.token_count.total": read + turn["tokens"],
             }
         else:
-            attributes |= {"tool.name": "environment", "input.value": messages[-1]["content"]}
-        title = f"{turn['role']} {place}"
-        spans.append(_build_span(trace, _span_id(f"{name}/{place}"), root, title, at, attributes))
-        messages.append(turn)
+            attributes |= _build_tool(by_turn[place], turns[place - 2])
+        title = f"{turn['role']} {place - 1}"
+        name_of_span = _span_id(f"{name}/{place - 1}")
+        spans.append(_build_span(trace, name_of_span, root, title, at, attributes))
+        messages += by_turn[place]
+        read += turn["tokens"]
     service = {"service.name": "trinity-events", "openinference.project.name": row["run_id"]}
     return {
         "resourceSpans": [
@@ -161,11 +175,45 @@ def _build_metadata(row: dict[str, Any]) -> dict[str, Any]:
     return {name: row[name] for name in (*names, *more)}
 
 
-def _build_messages(prefix: str, turns: list[dict[str, Any]]) -> dict[str, str]:
+def _messages_by_turn(row: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Return the chat messages of each turn; of an episode of text, one for each turn."""
+    turns = row["turns"]
+    if row["prompt_messages"] is None:
+        return [
+            [{"role": _ROLES[turn["role"]], "content": turn["content"], "tool_calls": []}]
+            for turn in turns
+        ]
+    messages = [*row["prompt_messages"], *row["completion_messages"]]
+    return [
+        [message for message in messages if message["turn"] == place] for place in range(len(turns))
+    ]
+
+
+def _build_tool(messages: list[dict[str, Any]], before: dict[str, Any]) -> dict[str, str]:
+    """Return the attributes of an environment's turn: its tool, and what that was given."""
+    names = [message.get("name") for message in messages if message.get("name")]
+    arguments = [message.get("arguments") for message in messages if message.get("arguments")]
+    return {
+        "tool.name": ", ".join(map(str, names)) or "environment",
+        "input.value": "\n".join(map(str, arguments)) or before["content"],
+    }
+
+
+def _build_messages(prefix: str, messages: list[dict[str, Any]]) -> dict[str, str]:
     attributes = {}
-    for place, turn in enumerate(turns):
-        attributes[f"{prefix}.{place}.message.role"] = _ROLES[turn["role"]]
-        attributes[f"{prefix}.{place}.message.content"] = turn["content"]
+    for place, message in enumerate(messages):
+        start = f"{prefix}.{place}.message"
+        attributes[f"{start}.role"] = message["role"]
+        attributes[f"{start}.content"] = message["content"]
+        for name in ("name", "tool_call_id"):
+            if message.get(name):
+                attributes[f"{start}.{name}"] = message[name]
+        for number, call in enumerate(message["tool_calls"]):
+            of_call = f"{start}.tool_calls.{number}.tool_call"
+            if call["id"]:
+                attributes[f"{of_call}.id"] = call["id"]
+            attributes[f"{of_call}.function.name"] = call["name"]
+            attributes[f"{of_call}.function.arguments"] = call["arguments"]
     return attributes
 
 

@@ -13,6 +13,8 @@ from .experience_checks import NO_LIMITS, AnswerLimits
 
 _ID_BYTES = _LOGPROB_BYTES = 4
 """Bytes of a token id in the widest array, and of a log-probability."""
+_TEXT_BYTES = 4
+"""Bytes of the text of a token on average, which goes with those of prompts and environments."""
 _SAMPLE_BYTES = 1024
 """Bytes of a sample beyond its tokens: its names, a few parts of the reward, the stream's entry."""
 
@@ -55,7 +57,8 @@ def find_answer_bytes(
     """
     # The widest form of the contract: ids are packed as narrow as the vocabulary allows.
     of_sample = _SAMPLE_BYTES + (_ID_BYTES + _LOGPROB_BYTES) * sampled_tokens
-    return samples * (of_sample + _ID_BYTES * other_tokens) + _ID_BYTES * prompt_tokens
+    other = _ID_BYTES + _TEXT_BYTES
+    return samples * (of_sample + other * other_tokens) + other * prompt_tokens
 
 
 class DispatchSettings(Struct, frozen=True, kw_only=True):

@@ -70,10 +70,22 @@ def format_sample(row: dict[str, Any]) -> list[str]:
     ]
     if row["reward_error"]:
         lines.append(f"  error of the reward: {row['reward_error']}")
-    for turn in row["turns"]:
-        lines += _indent(turn["role"], turn["content"])
+    if row["prompt_messages"] is None:
+        for turn in row["turns"]:
+            lines += _indent(turn["role"], turn["content"])
+    else:
+        for message in (*row["prompt_messages"], *row["completion_messages"]):
+            lines += _format_message(message)
     if row["judge_reply"]:
         lines += _indent("judge", row["judge_reply"])
+    return lines
+
+
+def _format_message(message: dict[str, Any]) -> list[str]:
+    title = " ".join(filter(None, (message["role"], message["name"])))
+    lines = _indent(title, message["content"]) if message["content"] else [f"  [{title}]"]
+    for call in message["tool_calls"]:
+        lines += [f"    calls {call['name']}({call['arguments']})"]
     return lines
 
 

@@ -309,15 +309,19 @@ function sampleView(one) {
   const blocks = [];
   let at = 0;
   const marks = versionMarks(one);
-  for (const [role, content, length] of one.turns) {
-    if (role === "prompt") {
-      blocks.push(turnBlock(role, h("span", {}, content)));
-      continue;
+  one.turns.forEach(([role, content, length], place) => {
+    const messages = one.messages.filter((message) => message[0] === place);
+    if (role === "policy") {
+      const tokens = shadedTokens(one, at, Math.min(at + length, one.tokens.length), marks);
+      blocks.push(turnBlock(role, [...tokens, ...messages.flatMap((one) => toolCalls(one[4]))]));
+    } else if (messages.length) {
+      blocks.push(...messages.map((message) => messageBlock(role, message)));
+    } else {
+      const tokens = shadedTokens(one, at, Math.min(at + length, one.tokens.length), marks);
+      blocks.push(turnBlock(role, role === "prompt" ? h("span", {}, content) : tokens));
     }
-    const tokens = shadedTokens(one, at, Math.min(at + length, one.tokens.length), marks);
-    blocks.push(turnBlock(role, tokens));
-    at += length;
-  }
+    if (role !== "prompt") at += length;
+  });
   return h(
     "div",
     { class: "sample-view" },
@@ -331,11 +335,20 @@ function sampleView(one) {
   );
 }
 
-function turnBlock(role, content) {
+function messageBlock(turn, [, role, name, content, calls]) {
+  const title = name ? `${role} ${name}` : role;
+  return turnBlock(turn, [h("span", {}, content), ...toolCalls(calls)], title);
+}
+
+function toolCalls(calls) {
+  return calls.map(([name, given]) => h("div", { class: "tool-call" }, `calls ${name}(${given})`));
+}
+
+function turnBlock(role, content, title = role) {
   return h(
     "div",
     { class: `turn turn-${role}` },
-    h("div", { class: "turn-role" }, role),
+    h("div", { class: "turn-role" }, title),
     h("div", { class: "turn-text" }, content),
   );
 }

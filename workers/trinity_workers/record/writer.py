@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,8 +16,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from trinity_events.record.columns import build_schema, import_pyarrow
+from trinity_events.record.conversation import Row, build_policy_row, build_row, link_calls
 from trinity_events.record.files import EpochMark, RecordFile, list_names, parse_file_name
-from trinity_schemas import Experience
+from trinity_schemas import ChatMessage, Experience, Turn
 from trinity_schemas.codec import decode_experience
 
 from .messages import StepRows, WriterSettings, Written, read_message, write_message
@@ -53,7 +54,7 @@ class RecordWriter:
             if name.endswith(f"_rank_{settings.rank}.parquet.tmp"):
                 (self._folder / name).unlink(missing_ok=True)
         _sync(self._folder)
-        self._decode = _load_decoder(Path(settings.model_folder))
+        self._decode, self._special_texts = _load_decoder(Path(settings.model_folder))
         self._redact: Redact | None = None
         if settings.redact is not None:
             # Named by the configuration of the rank's own side, as rewards are.
@@ -141,6 +142,7 @@ class RecordWriter:
             for version, tokens in turn.versions
         ]
         completion = "".join(redacted[1:])
+        messages = self._build_messages(turns)
         return {
             "run_id": sample.run_id,
             "epoch": self._settings.epoch,
@@ -159,6 +161,8 @@ class RecordWriter:
                 {"role": turn.role, "content": content, "tokens": len(turn.tokens)}
                 for turn, content in turns
             ],
+            "prompt_messages": None if messages is None else messages[0],
+            "completion_messages": None if messages is None else messages[1],
             "prompt_ids": ids[0],
             "completion_ids": np.concatenate(ids[1:]),
             "completion_mask": mask,
@@ -179,6 +183,34 @@ class RecordWriter:
             "completion_tokens": count,
             "version_count": len({(version["epoch"], version["step"]) for version in versions}),
         }
+
+    def _build_messages(
+        self, turns: Sequence[tuple[Turn, str]]
+    ) -> tuple[list[Row], list[Row]] | None:
+        """Return the messages of the prompt and after it; None for an episode of text alone."""
+        if not any(turn.messages for turn, _ in turns):
+            return None
+        rows: list[Row] = []
+        for place, (turn, content) in enumerate(turns):
+            if turn.role == "policy":
+                # Its last token may be the special one of its end, which is no text of it.
+                rows.append(build_policy_row(content.removesuffix(self._get_end(turn)), place))
+            else:
+                given = turn.messages or [ChatMessage(role="user", content=content)]
+                rows += [self._redact_row(build_row(message, place)) for message in given]
+        link_calls(rows)
+        return [row for row in rows if not row["turn"]], [row for row in rows if row["turn"]]
+
+    def _get_end(self, turn: Turn) -> str:
+        """Return the text of a turn's last token, if it is special; else none."""
+        [text] = self._decode([[*turn.tokens[-1:]]])
+        return text if text in self._special_texts else ""
+
+    def _redact_row(self, row: Row) -> Row:
+        texts = {name: self._redact_text(row[name]) for name in ("content", "arguments")}
+        for call in row["tool_calls"]:
+            call["arguments"] = self._redact_text(call["arguments"])
+        return row | texts
 
     def _build_token_texts(self, lists: list[np.ndarray[Any, Any]]) -> Any:
         """Return the text of each token; a text of its own may lack what joins it to the next."""
@@ -247,8 +279,8 @@ def _filled(turn: Any, value: bool) -> np.ndarray[Any, Any]:
     return np.full(len(turn.tokens), value, np.bool_)
 
 
-def _load_decoder(folder: Path) -> Decode:
-    """Return the function that decodes lists of tokens, special tokens too."""
+def _load_decoder(folder: Path) -> tuple[Decode, frozenset[str]]:
+    """Return the function that decodes lists of tokens, and the texts of special tokens."""
     path = folder / "tokenizer.json"
     if path.is_file():
         # transformers takes seconds to import, and reads the same file.
@@ -260,11 +292,16 @@ def _load_decoder(folder: Path) -> Decode:
             texts: list[str] = tokenizer.decode_batch(lists, skip_special_tokens=False)
             return texts
 
-        return decode
+        added = tokenizer.get_added_tokens_decoder().values()
+        return decode, frozenset(token.content for token in added if token.special)
     from ..learning.policy import load_tokenizer
 
     other: Any = load_tokenizer(folder)
-    return lambda lists: [other.decode(tokens, skip_special_tokens=False) for tokens in lists]
+
+    def decode_each(lists: list[list[int]]) -> list[str]:
+        return [other.decode(tokens, skip_special_tokens=False) for tokens in lists]
+
+    return decode_each, frozenset(other.all_special_tokens)
 
 
 def _sync(folder: Path) -> None:

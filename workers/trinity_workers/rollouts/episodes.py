@@ -24,6 +24,7 @@ from trinity_events.rollouts import ABORTED, Claim, RolloutClient
 from trinity_events.rollouts.dispatch_state import count_sampled
 from trinity_events.system.error_text import first_error
 from trinity_schemas import (
+    ChatMessage,
     Experience,
     ProofStatus,
     RewardErrorReported,
@@ -48,6 +49,7 @@ from ..rollout_engines.base import (
 from ..rollout_engines.proof import find_weakest
 from ..sandbox.environments import EnvironmentFailed
 from ..tasks.base import Answer, Message, Question, Task
+from .chat_messages import convert_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -190,6 +192,7 @@ class Episodes:
         held_out: True for episodes of held-out questions.
         report: Reports the error of a reward to the log; by default none is reported.
         clock: Clock of the process, which counts the sampled tokens too.
+        keeps_messages: Send the chat messages of prompts and environments, for the record.
     """
 
     engine: TurnGenerator
@@ -208,6 +211,7 @@ class Episodes:
     held_out: bool = False
     report: Callable[[RewardErrorReported], Awaitable[None]] | None = None
     clock: PhaseClock = field(default_factory=PhaseClock)
+    keeps_messages: bool = False
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         """Return the phase of an activity; held-out questions have one for all activities."""
@@ -270,7 +274,10 @@ class Episodes:
         # Equal is too long: one token of the answer has to fit as well.
         if room is not None and len(tokens) >= room:
             raise PromptTooLong(request.ordinal, len(tokens), room)
-        prompt = Turn(role="prompt", tokens=tokens)
+        # A prompt of text has no messages: its tokens are all that there is of it.
+        is_chat = not isinstance(question.prompt, str)
+        messages = self._convert(question.prompt) if is_chat else []
+        prompt = Turn(role="prompt", tokens=tokens, messages=messages)
         return [
             # A list of messages for each sample, to which its own turns are added.
             _Episode(place, request, sample, question, question.messages(), [prompt])
@@ -368,7 +375,11 @@ class Episodes:
             episode.over, episode.finished = True, False
             return
         episode.messages += replies
-        episode.turns.append(Turn(role="environment", tokens=tokens))
+        turn = Turn(role="environment", tokens=tokens, messages=self._convert(replies))
+        episode.turns.append(turn)
+
+    def _convert(self, messages: Sequence[Message]) -> list[ChatMessage]:
+        return convert_messages(messages) if self.keeps_messages else []
 
     def _between(self, episode: _Episode, replies: Sequence[Message]) -> list[int]:
         """Return the tokens between the policy's last turn and its next one."""

@@ -74,6 +74,7 @@ async def open_episodes(
         error_score=config.rewards.error_score,
         report=ErrorReports(publish).add,
         clock=clock,
+        keeps_messages=config.record.rollouts != "none",
     )
 
 
