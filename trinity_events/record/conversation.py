@@ -38,9 +38,9 @@ def build_policy_row(text: str, turn: int) -> Row:
     calls: list[Row] = []
 
     def take(block: re.Match[str]) -> str:
-        found = _read_calls(f"[{block[1]}]")
-        calls.extend(found)
-        return "" if found else block[0]
+        of_block = _read_calls(f"[{block[1]}]")
+        calls.extend(of_block)
+        return "" if of_block else block[0]
 
     content = _CALL.sub(take, text)
     return _row(turn, "assistant", content.strip() if calls else text, calls=calls)
