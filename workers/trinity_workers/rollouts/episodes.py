@@ -275,8 +275,8 @@ class Episodes:
         if room is not None and len(tokens) >= room:
             raise PromptTooLong(request.ordinal, len(tokens), room)
         # A prompt of text has no messages: its tokens are all that there is of it.
-        is_chat = not isinstance(question.prompt, str)
-        messages = self._convert(question.prompt) if is_chat else []
+        is_text = isinstance(question.prompt, str)
+        messages = [] if is_text else self._convert(question.messages())
         prompt = Turn(role="prompt", tokens=tokens, messages=messages)
         return [
             # A list of messages for each sample, to which its own turns are added.
