@@ -133,7 +133,7 @@ async def test_a_rank_loads_its_own_groups_and_names_the_faults_of_each(
     [mine] = [unpack(pack(part)) for part in parts_of_ranks if part[0][0].ordinal == 0]
     worker = TrainWorker.__new__(TrainWorker)
     worker._payloads, worker._config, worker._limits = reader, make_config(), AnswerLimits()
-    assert worker.load_payloads(mine) == [None]
+    assert worker.load_payloads(mine) == []
     samples = [worker._with_tokens(group) for group in mine]
     assert collate(samples, 0).input_ids.tolist() == [[0, 7], [0, 7]]
     worker._limits = AnswerLimits(vocabulary_size=7)

@@ -50,6 +50,10 @@ class Stages(Worker):
     def generate(self, prompts):
         return [f"{prompt} by {self._rank}" for prompt in prompts]
 
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, all_answer=True)
+    def load(self, rows):
+        return [f"{row} by {self._rank}" for row in rows]
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fails(self, rank):
         if rank == self._rank:
@@ -99,6 +103,7 @@ async def test_a_group_deals_out_and_collects_and_tells_deaths_and_silence(made)
     assert identical(result["rewards"], batch.rewards * 2)
     texts = await group.call("generate", ["a", "b", "c"])
     assert texts == ["a by 0", "b by 1", "c by 0"]
+    assert await group.call("load", ["a"]) == [["a by 0"], ["a by 1"]]
     with raises(UnknownMethod, kind="Stages", method="unregistered"):
         await group.call("unregistered")
     with raises(WouldBlock, method="compute"):

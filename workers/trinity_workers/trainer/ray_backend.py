@@ -117,9 +117,10 @@ class RayTrainBackend(TrainEngineWrapper):
         groups = group_by_prompt(batch_exps)
         if any(isinstance(group[0], ExperienceReference) for group in groups):
             # Dealt out as for the step itself: the shares of equal groups are the same each time.
-            loading: list[PayloadFault | None] = await self._call("load_payloads", groups)
-            if faults := tuple(fault for fault in loading if fault is not None):
-                raise PayloadsUnusable(faults)
+            answers: list[list[PayloadFault]] = await self._call("load_payloads", groups)
+            # Peers of a replica load the same groups, and a payload may go between their reads.
+            if faults := {fault.ordinal: fault for answer in answers for fault in answer}:
+                raise PayloadsUnusable(tuple(faults.values()))
         metrics: dict[str, float] = await self._call("train_step", groups)
         # Only now: a step in which a rank failed was not taken.
         self._step += 1

@@ -124,7 +124,7 @@ class Dealt(NamedTuple):
     """Ranks whose answers are collected, in the order of shares."""
     mode: Dispatch
     dealing: Dealing | None
-    """Places of the rows, where rows are dealt out."""
+    """Places of the rows, where the answers have them too."""
 
     def collect(self, answers: Sequence[Any]) -> Any:
         """Return the result of a call from the answers of the called ranks."""

@@ -176,6 +176,8 @@ class WorkerGroup:
         registered = self._get_registered(method)
         args, translate_result = self._translate(method, args)
         dealt = deal(registered.dispatch_mode, self._table or [NOWHERE] * len(self), args)
+        if registered.all_answer:
+            dealt = dealt._replace(answering=tuple(range(len(dealt.ranks))), dealing=None)
         shares = _pack_shares(dealt)
         given = {name: pack(option) for name, option in options.items()}
         answering = set(dealt.answering)

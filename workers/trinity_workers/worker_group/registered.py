@@ -21,10 +21,17 @@ class Registered(NamedTuple):
     settles: bool = False
     """True if every rank has ended before an error is raised, of which the lowest rank's is; False
     if the first error is raised at once."""
+    all_answer: bool = False
+    """True if the answers of all ranks are returned, by rank, also where rows are dealt out: those
+    of peers that have the same rows may differ."""
 
 
 def register(
-    dispatch_mode: Dispatch, *, blocking: bool = True, settles: bool = False
+    dispatch_mode: Dispatch,
+    *,
+    blocking: bool = True,
+    settles: bool = False,
+    all_answer: bool = False,
 ) -> Callable[[Method], Method]:
     """Mark a method of a worker, so that groups of such workers have it.
 
@@ -32,12 +39,13 @@ def register(
 
     Args:
         dispatch_mode: The mode in which arguments reach the ranks, and answers come back.
-        blocking: See :class:`Registered`, as for ``settles``.
+        blocking: See :class:`Registered`, as for the others.
         settles: See there.
+        all_answer: See there.
     """
 
     def mark(method: Method) -> Method:
-        setattr(method, _MARK, Registered(dispatch_mode, blocking, settles))
+        setattr(method, _MARK, Registered(dispatch_mode, blocking, settles, all_answer))
         return method
 
     return mark

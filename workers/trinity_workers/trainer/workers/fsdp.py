@@ -172,21 +172,18 @@ class TrainWorker(TrainingRank):
             self._models.critic.verify_mode = mode
             self._models.critic.load_checkpoint(str(critic_folder(local_path)))
 
-    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
-    def load_payloads(
-        self, groups: Sequence[Sequence[ExperienceHeader]]
-    ) -> list[PayloadFault | None]:
-        """Load the tokens of this rank's groups for the next step; return the fault of each."""
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO, all_answer=True)
+    def load_payloads(self, groups: Sequence[Sequence[ExperienceHeader]]) -> list[PayloadFault]:
+        """Load the tokens of this rank's groups for the next step; return their faults."""
         self._loaded = {}  # those of a step that another rank could not load
         try:
             loaded = load_groups(self._payloads, groups, self._limits, self._config.sampling)
         except PayloadsUnusable as error:
-            faults = {fault.ordinal: fault for fault in error.faults}
-            return [faults.get(group[0].ordinal) for group in groups]
+            return [*error.faults]
         for group, samples in zip(groups, loaded, strict=True):
             if isinstance(group[0], ExperienceReference):
                 self._loaded[group[0].payload.name] = samples
-        return [None] * len(groups)
+        return []
 
     def _with_tokens(self, group: Sequence[ExperienceHeader]) -> Sequence[Experience]:
         first = group[0]
