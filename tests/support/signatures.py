@@ -129,8 +129,14 @@ def format_signature(value: Any) -> str:
     except ValueError:  # an exception without parameters of its own has none that Python tells
         return "()"
     rows = []
-    kinds = [parameter.kind for parameter in signature.parameters.values()]
-    for place, parameter in enumerate(signature.parameters.values()):
+    # Ray adds it to the methods of a class once that is an actor somewhere in the process.
+    parameters = [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.name != "_ray_trace_ctx"
+    ]
+    kinds = [parameter.kind for parameter in parameters]
+    for place, parameter in enumerate(parameters):
         before = kinds[:place]
         if parameter.kind is parameter.KEYWORD_ONLY and not {
             parameter.KEYWORD_ONLY,
