@@ -28,17 +28,17 @@ the publisher's, too. `all`: all three.
 
 STATUSES: tuple[ProofStatus, ...] = ("unproven", "partly", "proven")
 """Statuses of a proof, the weakest first."""
-PROBE_TOLERANCES = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.25}
+PROBE_TOLERANCES = {"float32": 5e-4, "float16": 0.2, "bfloat16": 1.0}
 """Largest difference of a probe's log-probability in nats, by the coarser of both sides' dtypes.
 
-Three to five times what vLLM and Hugging Face's models of up to 17 million parameters differed by
-with the same bytes (docs/proof.md): kernels add up products in different orders.
+Three times or more what vLLM differed by with the same bytes at 250 million random weights: 5.4e-5
+in float32 and 0.30 in bfloat16 (docs/proof.md). Kernels add up products in different orders.
 """
-MEAN_SHARE = 0.1
+MEAN_SHARE = 0.15
 """Share of the tolerance that the mean difference may have: rounding evens out, a fault does not.
 
-With the same bytes the mean was a fourth of the largest difference or less. At 60 million weights
-in float32 it was half of this limit (docs/proof.md): larger models need a wider tolerance.
+With the same bytes the mean was about a fourth of the largest difference: 1.2e-5 in float32 and
+0.072 in bfloat16 at 250 million weights, where this limit is 7.5e-5 and 0.15.
 """
 _KEPT_STATUSES = 256
 """Versions of which the status is kept: a turn spans a few."""

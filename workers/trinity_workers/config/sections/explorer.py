@@ -42,8 +42,8 @@ class ExplorerConfig(Section, frozen=True, kw_only=True):
     """Number of layers that are compared with each version, in turn, where comparing all of them
     takes too long. Null compares all."""
     probe_tolerance: Annotated[float, Meta(gt=0)] | None = None
-    """Nats by which the log-probability of a probe may differ from the trainer's; in the mean, a
-    tenth of it. Null is by the coarser data type of both: 1e-4 in float32, 0.25 in bfloat16."""
+    """Nats by which the log-probability of a probe may differ from the trainer's; in the mean,
+    0.15 times that. Null is by the coarser data type of both: 5e-4 in float32, 1 in bfloat16."""
     dtype: DtypeName | None = None
     """Data type in which explorers serve the policy. Null is `model.dtype`."""
     deterministic: bool = False
