@@ -46,6 +46,8 @@ class StartedProcesses:
     def record(self, command: Any) -> None:
         """Record a command that is started."""
         words = [command] if isinstance(command, str | bytes | Path) else list(command)
+        if words[0] == "uname":  # platform's, which libraries ask as they are imported
+            return
         needed = needed_marker([str(word) for word in words])
         if needed not in self._markers:
             self.unmarked.setdefault(needed, " ".join(map(str, words))[:200])
