@@ -23,7 +23,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from tests.support.command_server import CommandServer  # noqa: E402
-from tests.support.markers import StartedProcesses, mark_by_fixtures  # noqa: E402
+from tests.support.markers import (  # noqa: E402
+    StartedProcesses,
+    check_heavy_words,
+    has_none_for,
+    mark_by_fixtures,
+)
 from tests.support.pipeline import reducer_task  # noqa: E402
 from tests.support.rank_processes import RankProcesses  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
@@ -247,8 +252,17 @@ def pytest_runtest_teardown():
         pytest.fail(f"the test started {command!r}: mark it with {marker}", pytrace=False)
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Import no file of which no test is selected: three quarters have no heavy one."""
+    if collection_path.match("test_*.py"):
+        expression = config.getoption("markexpr")
+        return has_none_for(expression, collection_path.read_text()) or None
+    return None
+
+
 def pytest_collection_modifyitems(items):
     mark_by_fixtures(items)
+    check_heavy_words(items)
 
 
 def pytest_collection_finish():

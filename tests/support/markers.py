@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,31 @@ def mark_by_fixtures(items: Iterable[pytest.Item]) -> None:
         for fixture in OF_FIXTURES.keys() & set(getattr(item, "fixturenames", ())):
             for marker in OF_FIXTURES[fixture]:
                 item.add_marker(marker)
+
+
+HEAVY_WORD = re.compile(
+    r"\b(heavy|ray_cluster|rank_processes|rank_group|engine_ranks|converting)\b"
+)
+"""The marker, and the fixtures that add it: a file without any of them has no heavy test."""
+ALL_HEAVY = re.compile(r"^pytestmark = .*\bheavy\b", re.MULTILINE)
+
+
+def has_none_for(expression: str, text: str) -> bool:
+    """Return whether an expression of markers leaves out all tests of a file with this text.
+
+    Only expressions that begin as those of ``make test`` do are looked at.
+    """
+    if expression.startswith("heavy"):
+        return not HEAVY_WORD.search(text)
+    return expression.startswith("not heavy") and bool(ALL_HEAVY.search(text))
+
+
+def check_heavy_words(items: Iterable[pytest.Item]) -> None:
+    """Refuse a heavy test in a file that the heavy tests of ``make test`` would leave out."""
+    heavy = {item.path: item.nodeid for item in items if item.get_closest_marker("heavy")}
+    for path, test in heavy.items():
+        if has_none_for("heavy", path.read_text()):
+            raise pytest.UsageError(f"{test} is heavy, and no word of its file says so")
 
 
 class StartedProcesses:

@@ -151,6 +151,7 @@ async def test_explorers_of_a_group_get_what_the_engine_itself_gives(
 ADAPTER = {"lora_rank": 4, "lora_alpha": 8}
 
 
+@pytest.mark.heavy
 async def test_a_merged_adapter_is_uploaded_as_the_engine_merges_it(ranks, where, log, committer):
     ranks(at.begin, where, lora={"merge": True}, **ADAPTER)
     base = ranks(at.full_weights)[0]
@@ -169,6 +170,7 @@ async def test_a_merged_adapter_is_uploaded_as_the_engine_merges_it(ranks, where
         ranks(at.upload, 2, "shards")
 
 
+@pytest.mark.heavy
 async def test_an_adapter_alone_is_a_version_of_its_own(ranks, where, log, committer):
     ranks(at.begin, where, lora={"merge": False}, **ADAPTER)
     ranks(at.take_step, 1)
