@@ -70,7 +70,14 @@ _SPREAD = """(() => {
     .find((label) => label.innerText.startsWith("Order")).querySelector("select");
   order.value = "most spread";
   order.dispatchEvent(new Event("change"));
-  document.querySelector(".group summary").click();
+  const group = document.querySelector(".group");
+  group.querySelector("summary").click();
+  new MutationObserver((_, observer) => {
+    const picks = [...group.querySelectorAll(".sample-pick")];
+    if (!picks.length) return;
+    observer.disconnect();
+    (picks.find((pick) => pick.innerText.includes("reward 0")) ?? picks[0]).click();
+  }).observe(group, { childList: true, subtree: true });
 })()"""
 
 
@@ -366,7 +373,7 @@ def keep_runs(studio: Studio, address: str) -> None:
 
 
 def keep_samples(studio: Studio, run: Run) -> None:
-    """Keep a picture of the newest recorded step, with the tokens of a question's best answer."""
+    """Keep a picture of the newest recorded step, with the tokens of a wrong answer."""
     if not studio.wants("samples"):
         return
     run.show("samples", wide=WIDE, high=HIGH)
@@ -374,6 +381,7 @@ def keep_samples(studio: Studio, run: Run) -> None:
     # The group whose answers differ most shows both what is right and what is not.
     studio.page.evaluate(_SPREAD)
     studio.page.wait_for("document.querySelector('.sample-view .token')")
+    time.sleep(1)  # the answer that was clicked is there
     studio.keep_page("samples")
 
 

@@ -17,6 +17,7 @@ from trinity_events.dashboard.state_view import build_causes
 from trinity_schemas import (
     ExplorerExcluded,
     ExplorerStatusChanged,
+    LeaseExpired,
     RunClosed,
     RunOpened,
     StepCommitted,
@@ -128,6 +129,18 @@ def test_a_trainer_that_names_no_process_waits_for_any_explorer():
     assert first(history) == ("no-explorer", "trainer-0", None)
     history.add(ExplorerStatusChanged(status="running"), by="explorer", rank=2)
     assert first(history) == ("waits", "explorer-2", None)
+
+
+def test_a_wait_for_explorers_that_are_lost_names_them_and_not_their_absence():
+    history = History()
+    history.add(waits("a"), by="trainer")
+    history.add(ExplorerStatusChanged(status="running", lease=15.0), by="explorer", rank=2)
+    holder = history.fold()[0].state.explorers["explorer-2"].lease.holder
+    history.add(LeaseExpired(holder=holder, lease=15.0), by="reducer")
+    stopped = on_this_host(explorer_2="stopped")
+    assert first(history, processes=stopped) == ("stopped", "explorer-2", None)
+    sentences = [cause.sentence for cause in causes(history, processes=stopped)]
+    assert not any("No explorer" in sentence for sentence in sentences)
 
 
 def test_processes_that_wait_for_each_other_have_a_first_cause_too():

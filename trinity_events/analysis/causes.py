@@ -449,8 +449,11 @@ def _reported(state: MonitorState, now: int, nodes: dict[int | None, list[str]])
             # The step names its missing ranks, which are nearer to the cause than the trainer.
             yield _Link(wait.by, wait.what, of_step or on, wait.since, sentence, wait.step)
             continue
-        # A trainer that names no process waits for any explorer.
-        explorers = tuple(_running_explorers(state))
+        # A trainer that names no process waits for any explorer: if none runs, for the lost ones,
+        # which may be stopped processes of this host.
+        explorers = tuple(_running_explorers(state)) or tuple(
+            name for name, explorer in state.explorers.items() if explorer.is_lost
+        )
         reason: Reason = "waits" if explorers or wait.step is not None else "no-explorer"
         yield _Link(wait.by, wait.what, explorers, wait.since, sentence, wait.step, None, reason)
 
@@ -604,7 +607,7 @@ def _cause(end: _End, state: MonitorState, facts: LiveFacts) -> Cause:
         sentence += f" {process} reports no wait{last_report}{ago}: "
         sentence += "it computes, hangs or is cut off."
     elif link.reason == "no-explorer":
-        sentence += " No explorer has joined the run."
+        sentence += f" No explorer {'runs any more' if state.explorers else 'has joined the run'}."
     host = _format_other_host(state, facts, culprit)
     if host is not None:
         sentence += f" {culprit} is on {host}, whose processes are not seen from this host."

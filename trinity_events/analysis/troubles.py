@@ -38,9 +38,10 @@ def find_troubles(state: MonitorState) -> list[Trouble]:
     ]
     dropped = {} if state.ledger is None else state.ledger.dropped
     anomalies = sum(state.anomaly_counts.values())
+    saves, groups = len(failures(state)), len(state.detached)
     troubles = [
         Trouble(int(state.closed == "failed"), "run failed", serious=True),
-        Trouble(len(failures(state)), "saves failed", serious=True),
+        Trouble(saves, "save failed" if saves == 1 else "saves failed", serious=True),
         Trouble(
             len(failed_sets), f"evaluations failed ({', '.join(failed_sets[:3])})", serious=True
         ),
@@ -52,9 +53,12 @@ def find_troubles(state: MonitorState) -> list[Trouble]:
         ),
         Trouble(len(state.excluded), "explorers excluded", serious=True),
         Trouble(state.refused, "weights refused", serious=True),
-        *(Trouble(ended[status], f"explorers {status}", serious=True) for status in sorted(ended)),
-        Trouble(len(state.detached), "consumer groups detached", serious=False),
-        Trouble(anomalies, "anomalies", serious=False),
+        *(
+            Trouble(number, f"explorer{'' if number == 1 else 's'} {status}", serious=True)
+            for status, number in sorted(ended.items())
+        ),
+        Trouble(groups, f"consumer group{'' if groups == 1 else 's'} detached", serious=False),
+        Trouble(anomalies, "anomaly" if anomalies == 1 else "anomalies", serious=False),
         Trouble(state.dead_letters, "undecodable", serious=False),
     ]
     return [trouble for trouble in troubles if trouble.count]

@@ -371,8 +371,15 @@ async def get_learning(reader: RunReader) -> dict[str, Any]:
             for label, name in shown.items()
             if name is not None
         },
-        "goodput": None if goodput is None else [goodput["words"], *goodput["waste"][:1]],
+        "goodput": None if goodput is None else _summarize_goodput(goodput),
     }
+
+
+def _summarize_goodput(goodput: dict[str, Any]) -> list[str]:
+    """Return the goodput, and what took most of the rest: the start of a short run, or a waste."""
+    name, fate, share = max(goodput["roles"]["all"], key=lambda row: row[2], default=("", "", 0.0))
+    start = [f"{share:.1%} {name}"] if fate == "starting" else []
+    return [goodput["words"], *start, *goodput["waste"][:1]]
 
 
 def _format_set(metric: str) -> str:

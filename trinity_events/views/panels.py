@@ -34,7 +34,7 @@ _LONGEST_NAME = 20
 """Columns of the name of a consumer group."""
 _GROUPS = 8
 """Maximum consumer groups of the panel of lags; the others are counted."""
-_SENTENCES = frozenset({"run failed", "saves failed", "weights refused"})
+_SENTENCES = frozenset({"run failed", "save failed", "saves failed", "weights refused"})
 """Troubles of which the panel has sentences that say more."""
 _REDUCER_LATE = 2_000
 """Milliseconds from which an entry that no reducer has folded is shown: some wait at any moment."""

@@ -6,8 +6,11 @@ export function renderLedger(view, figures) {
   const { ledger } = view;
   const goodput = goodputPanel(figures?.goodput);
   if (!ledger)
-    return [panel("Ledger of prompts", "", empty("The run has dispatched no rollouts.")), goodput];
-  return [ledgerPanel(ledger), goodput, stalenessPanel(figures?.staleness)];
+    return [
+      panel("Ledger of prompts", "", empty("The run has dispatched no rollouts.")),
+      goodput,
+    ].filter(Boolean);
+  return [ledgerPanel(ledger), goodput, stalenessPanel(figures?.staleness)].filter(Boolean);
 }
 
 // Colors of fates; all others are waits.
@@ -26,13 +29,8 @@ const FATE_COLORS = {
 };
 
 function goodputPanel(goodput) {
-  if (!goodput) {
-    const none =
-      goodput === undefined
-        ? "It is summed up for the newest state alone."
-        : "Its processes have reported no times.";
-    return panel("Goodput", "", empty(none));
-  }
+  if (goodput === null) return null; // its processes report no times: a loop of its own
+  if (!goodput) return panel("Goodput", "", empty("It is summed up for the newest state alone."));
   const bar = ([role, shares]) =>
     h(
       "tr",

@@ -63,8 +63,10 @@ export function renderOverview(view, learning, marks, actions) {
     h(
       "div",
       { class: "columns" },
-      h("div", {}, waitsPanel(view, actions), troublesPanel(view, marks, actions)),
-      h("div", {}, explorersPanel(view, actions), stepsPanel(view, actions)),
+      waitsPanel(view, actions),
+      troublesPanel(view, marks, actions),
+      explorersPanel(view, actions),
+      stepsPanel(view, actions),
     ),
   ].filter(Boolean);
 }
@@ -405,14 +407,18 @@ function explorerRow(one, cell, view, waiting, lane) {
     "tr",
     {},
     h("td", {}, h("i", { class: cell })),
-    h("td", {}, h("button", { class: "link", onclick: () => lane(name) }, name)),
+    h(
+      "td",
+      { class: "nowrap" },
+      h("button", { class: "link", onclick: () => lane(name) }, name),
+    ),
     h("td", { class: "nowrap" }, step === null ? "–" : `step ${count(step)}`),
     h(
       "td",
       { class: "muted", title: digest ? `digest ${short(digest)}: ${proof}; ${served(one[10])}` : "" },
       ended[status] ?? (waiting.has(name) ? "waits" : staleWords(one)),
-      proof === "proven" ? " ✓" : proof === "differs" ? " ≠" : "",
-      one[10] ? ` · ${one[10]}` : "",
+      proof === "differs" ? " ≠" : "",
+      one[10] && !ended[status] ? ` · ${one[10]}` : "",
     ),
     h(
       "td",
@@ -456,10 +462,16 @@ function failuresOf(marks) {
   return [...found.values()].slice(-4).reverse();
 }
 
+// Kinds of trouble that have lines of their own.
+const LISTED_TROUBLES = /^(run failed|saves? failed|weights refused)/;
+
 function troublesPanel(view, marks, { scrub }) {
   const lines = [
     ...view.suspects.map((words) => ["!", words]),
     ...failuresOf(marks),
+    ...view.troubles
+      .filter(([, words, serious]) => serious && !LISTED_TROUBLES.test(words))
+      .map(([number, words]) => ["!", `${count(number)} ${words}`]),
     ...view.anomalies
       .slice(-4)
       .reverse()

@@ -260,7 +260,7 @@ function groupRow(group, found, source, run) {
 function fillGroup(group, found, source, run, body) {
   const place = h("div", {});
   const buttons = group.shown.map((row) => {
-    const [sample, reward, length, cut, , staleness, versions, advantage] = row;
+    const [sample, reward, length, cut, , staleness, versions] = row;
     return h(
       "button",
       {
@@ -269,12 +269,8 @@ function fillGroup(group, found, source, run, body) {
         onclick: (event) => open(sample, event.currentTarget),
       },
       h("strong", {}, `#${sample}`),
-      ` ${figure(reward)}`,
-      h(
-        "span",
-        { class: "muted" },
-        ` ${count(length)}${cut ? " ✂" : ""}${advantage === null ? "" : ` adv ${figure(advantage)}`}`,
-      ),
+      ` reward ${figure(reward)}`,
+      h("span", { class: "muted" }, ` ${plural(length, "token")}${cut ? " ✂" : ""}`),
     );
   });
   const open = async (sample, button) => {
