@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from tests.support.run_processes import ended, small_run
 from tests.support.saved_checkpoints import ready_checkpoints
 from tests.support.sessions import kill_session
 from tests.support.waits import PATIENCE, wait_until
+from trinity_events.record.reader import RolloutRecord
 from trinity_schemas import Envelope, PhasesMeasured, StepTrained
 
 pytestmark = [pytest.mark.processes, pytest.mark.heavy, pytest.mark.timeout(600)]
@@ -125,6 +127,7 @@ def test_a_slow_reward_and_filtered_groups_are_found_and_tokens_are_exact(
         steps=5,
         explorer={"count": 1},
         algorithm={"filters": {"zero_variance": "resample"}},
+        record={"rollouts": "all"},
     )
     began = time.monotonic()
     code, _, error = ended(processes.start("train", planted.config), 4 * PATIENCE)
@@ -145,6 +148,14 @@ def test_a_slow_reward_and_filtered_groups_are_found_and_tokens_are_exact(
     assert goodput["samples"] == 5 * 16
     wastes = {waste["subject"]: waste for waste in goodput["waste"]}
     assert wastes["filtered"]["tokens"] == goodput["tokens"]["filtered"]
+    # The record has the very answers: those of each fate have its tokens.
+    record = RolloutRecord(processes.folder / processes.run_id, processes.run_id)
+    recorded = Counter()
+    for row in record.read_all(record.list_steps(discarded=True), ("fate", "turns")):
+        policy = (turn["tokens"] for turn in row["turns"] if turn["role"] == "policy")
+        recorded[row["fate"]] += sum(policy)
+    assert recorded["trained"] == goodput["tokens"]["trained"]
+    assert recorded["filtered"] == goodput["tokens"]["filtered"]
 
 
 @pytest.mark.nightly(

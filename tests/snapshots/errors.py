@@ -3959,6 +3959,20 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "RecordMissing": [
         (
+            {"run_id": "r", "fault": "fate", "folder": Path("/c/r/rollouts"), "fate": "stale"},
+            "the record of run r has no answers of the fate stale: see the fates of all tokens with trinity-events goodput r",
+        ),
+        (
+            {
+                "run_id": "r",
+                "fault": "fate",
+                "folder": Path("/c/r/rollouts"),
+                "fate": "stale",
+                "step": 4,
+            },
+            "the record of run r has no answers of the fate stale for step 4: see the fates of all tokens with trinity-events goodput r",
+        ),
+        (
             {"run_id": "r", "fault": "run", "folder": Path("/c/r/rollouts")},
             "run r has no recorded rollouts in /c/r/rollouts: train with record.rollouts sample or all, or name another folder with --checkpoint-root",
         ),
@@ -4004,6 +4018,10 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
     ],
     "RecordFailed": [
+        (
+            {"run_id": "r", "rank": None, "reason": "No space left on device"},
+            "run r: the trainer cannot record its rollouts: No space left on device; mend it and resume the run, or set record.rollouts sample or none",
+        ),
         (
             {"run_id": "r", "rank": 1, "reason": "No space left on device"},
             "run r: rank 1 cannot record its rollouts: No space left on device; mend it and resume the run, or set record.rollouts sample or none",

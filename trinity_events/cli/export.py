@@ -200,8 +200,9 @@ def _export_rollouts(
 ) -> None:
     run_id = parse_run_id(run)
     record = RolloutRecord(root / run_id, run_id)
-    newest = record.find_step(step)  # also the error of a run without a record
-    steps = record.list_steps(superseded=True) if step is None else [newest]
+    steps = record.list_steps(superseded=True, discarded=True)
+    if step is not None or not steps:
+        steps = [record.find_step(step)]  # also the error of a run without a record
     path = output or Path(f"{run_id}.rollouts.{form.ending}")
     with file_written(path) as file:
         # As the record itself: answers are for the run's user alone.

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..record.columns import SUMMARY_COLUMNS
-from ..record.reader import RecordMissing, RolloutRecord
+from ..record.reader import TRAINED, RecordMissing, RolloutRecord
 from ..views.samples import build_table, format_sample, format_step
 from ..views.terminal import print_out
 from .options import CheckpointRoot, RunArgument, checkpoint_root, console, parse_run_id
@@ -44,6 +44,14 @@ def samples(
         int | None,
         typer.Option("--ordinal", min=0, help="Show all turns of the answers to this question."),
     ] = None,
+    fate: Annotated[
+        str,
+        typer.Option(
+            "--fate",
+            help="Fate of the answers: trained, or such as stale, filtered or surplus; discarded "
+            "for all that no step trained on.",
+        ),
+    ] = TRAINED,
     sort: Annotated[
         Order, typer.Option("--sort", help="Order: the largest first, or by question.")
     ] = Order.ordinal,
@@ -61,16 +69,22 @@ def samples(
     Example: trinity-events samples demo-1 --step 40 --sort reward
 
     Example: trinity-events samples demo-1 --step 40 --ordinal 163
+
+    Example: trinity-events samples demo-1 --fate filtered
     """
     run_id = parse_run_id(run)
     record = RolloutRecord(checkpoint_root(root) / run_id, run_id)
-    recorded = record.find_step(step)
     columns = None if ordinal is not None else (*SUMMARY_COLUMNS, "preview")
-    rows = record.read(recorded, columns, ordinal=ordinal)
+    if fate == TRAINED:
+        recorded = record.find_step(step)
+        rows = record.read(recorded, columns, ordinal=ordinal)
+    else:
+        recorded, rows = record.find_fate(fate, step, columns)
+        rows = [row for row in rows if ordinal in (None, row["ordinal"])]
     if ordinal is not None and not rows:
         raise RecordMissing(run_id, "ordinal", record.folder, step=recorded.step, ordinal=ordinal)
     shown = _sort(rows, sort, reverse=reverse)[:limit]
-    print_out(format_step(run_id, recorded, rows))
+    print_out(format_step(run_id, recorded, rows, fate))
     if ordinal is None:
         console().print(build_table(shown))
     else:

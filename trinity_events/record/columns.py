@@ -16,7 +16,19 @@ if TYPE_CHECKING:
     import pyarrow
 
 SUMMARY_COLUMNS = (
-    *("run_id", "epoch", "step", "rank", "ordinal", "attempt", "sample", "samples", "explorer"),
+    *(
+        "run_id",
+        "epoch",
+        "step",
+        "for_step",
+        "fate",
+        "rank",
+        "ordinal",
+        "attempt",
+        "sample",
+        "samples",
+        "explorer",
+    ),
     *("question_set", "reward", "reward_parts", "reward_error", "advantage", "staleness"),
     *("is_truncated", "is_redacted", "prompt_tokens", "completion_tokens", "version_count"),
 )
@@ -58,7 +70,9 @@ def build_schema(metadata: dict[str, str] | None = None) -> pyarrow.Schema:
         [
             ("run_id", pa.string()),
             ("epoch", pa.int64()),
-            ("step", pa.int64()),  # that trained on it
+            ("step", pa.int64()),  # that trained on it; null if none did
+            ("for_step", pa.int64()),  # that was being filled when it came
+            ("fate", pa.string()),  # trained, stale, filtered, surplus, ...
             ("rank", pa.int32()),
             ("ordinal", pa.int64()),
             ("attempt", pa.int64()),

@@ -1,6 +1,7 @@
 """Exports of a record: rows for TRL and verifiers, and spans of OpenInference.
 
 A row of JSON lines or of Parquet has the columns of the record, but the short texts for lists.
+Discarded answers are rows too, without a step.
 Where an episode has chat messages, ``prompt`` and ``completion`` of a JSON line are lists of them,
 and ``prompt_text`` and ``completion_text`` the texts.
 Parts of a reward are ``metrics``, as in verifiers' results, and ``fate`` says if a later epoch took

@@ -10,32 +10,45 @@ from ..errors import TrinityError
 from .columns import SUMMARY_COLUMNS, build_schema, import_pyarrow
 from .files import RECORD, RecordedStep, find_steps, list_names
 
+TRAINED = "trained"
+"""Fate of a sample that a step trained on."""
+DISCARDED = "discarded"
+"""Name of all fates of answers that no step trained on."""
+
 
 class RecordMissing(TrinityError):
     """A run, a step or a sample is not in the record.
 
     Attributes:
         run_id: The run.
-        fault: ``run`` if nothing is recorded, ``step`` or ``ordinal`` if that is not.
+        fault: ``run`` if nothing is recorded, ``step``, ``ordinal`` or ``fate`` if that is not.
         folder: Folder of the record.
         step: The step.
         ordinal: The ordinal.
         recorded: First and last recorded step.
+        fate: The fate.
     """
 
     run_id: str
-    fault: Literal["run", "step", "ordinal"]
+    fault: Literal["run", "step", "ordinal", "fate"]
     folder: Path
     step: int | None = None
     ordinal: int | None = None
     recorded: tuple[int, int] | None = None
+    fate: str | None = None
     texts: ClassVar = {
         "run": "run {run_id} has no recorded rollouts in {folder}: train with record.rollouts "
         "sample or all, or name another folder with --checkpoint-root",
         "step": "step {step} of run {run_id} is not recorded: the record has {_recorded}",
+        "fate": "the record of run {run_id} has no answers of the fate {fate}{_of_step}: see the "
+        "fates of all tokens with trinity-events goodput {run_id}",
         "ordinal": "question {ordinal} is not among the recorded samples of step {step} of run "
         "{run_id}: see them with trinity-events samples {run_id} --step {step}",
     }
+
+    @property
+    def _of_step(self) -> str:
+        return "" if self.step is None else f" for step {self.step}"
 
     @property
     def _recorded(self) -> str:
@@ -70,14 +83,20 @@ class RolloutRecord:
         self.folder = run_folder / RECORD
         self.run_id = run_id
 
-    def list_steps(self, *, superseded: bool = False) -> list[RecordedStep]:
+    def list_steps(
+        self, *, superseded: bool = False, discarded: bool = False
+    ) -> list[RecordedStep]:
         """Return the recorded steps in the order of their training.
 
         Args:
             superseded: Include steps that a later epoch took again.
+            discarded: Include steps that have discarded answers alone.
         """
-        steps = find_steps(list_names(self.folder))
-        return [step for step in steps if superseded or step.is_current]
+        return [
+            step
+            for step in find_steps(list_names(self.folder))
+            if (superseded or step.is_current) and (step.files or discarded)
+        ]
 
     def find_step(self, step: int | None = None) -> RecordedStep:
         """Return a current step, by default the newest one.
@@ -101,6 +120,7 @@ class RolloutRecord:
         *,
         ordinal: int | None = None,
         sample: int | None = None,
+        discarded: bool = False,
     ) -> list[dict[str, Any]]:
         """Return samples of a step, ordered by ordinal and sample.
 
@@ -109,6 +129,7 @@ class RolloutRecord:
             columns: Columns to read; None reads all.
             ordinal: Only the samples of this question.
             sample: Only the samples of this number, one of each question.
+            discarded: Samples that came for the step, and that no step trained on, instead.
 
         Raises:
             RecordDamaged: A file cannot be read.
@@ -117,13 +138,16 @@ class RolloutRecord:
         conditions = {"ordinal": ordinal, "sample": sample}
         filters = [(name, "==", value) for name, value in conditions.items() if value is not None]
         rows: list[dict[str, Any]] = []
-        for file in recorded.files:
+        for file in recorded.discarded if discarded else recorded.files:
             path = self.folder / file.name
             try:
                 with path.open("rb") as source:
+                    # A record of an earlier version lacks some.
+                    names = pa.parquet.read_schema(source).names
+                    source.seek(0)
                     table = pa.parquet.read_table(
                         source,
-                        columns=None if columns is None else [*columns],
+                        columns=None if columns is None else [*set(names).intersection(columns)],
                         filters=filters or None,
                     )
             except FileNotFoundError:
@@ -133,21 +157,49 @@ class RolloutRecord:
             for row in table.to_pylist():
                 if "reward_parts" in row:
                     row["reward_parts"] = dict(row["reward_parts"] or ())
-                rows.append(row)
+                rows.append(dict.fromkeys(columns or self.column_names) | row)
         return sorted(rows, key=lambda row: (row["ordinal"], row["sample"]))
+
+    def find_fate(
+        self, fate: str, step: int | None = None, columns: Sequence[str] | None = SUMMARY_COLUMNS
+    ) -> tuple[RecordedStep, list[dict[str, Any]]]:
+        """Return the answers of a fate that came for a step, by default for the newest one.
+
+        Args:
+            fate: Reason for which no step trained on them; ``discarded`` for all of them.
+            step: The step.
+            columns: Columns to read, with ``fate`` among them; None reads all.
+
+        Raises:
+            RecordMissing: There are none.
+        """
+        for recorded in reversed(self.list_steps(discarded=True)):
+            if step is not None and recorded.step != step:
+                continue
+            rows = self.read(recorded, columns, discarded=True)
+            if fate != DISCARDED:
+                rows = [row for row in rows if row["fate"] == fate]
+            if rows:
+                return recorded, rows
+        raise RecordMissing(self.run_id, "fate", self.folder, step=step, fate=fate)
 
     def read_all(
         self, steps: Sequence[RecordedStep], columns: Sequence[str] | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Yield the samples of several steps, with a column ``fate``: trained or superseded."""
+        """Yield the samples of several steps, and the answers that were discarded for them.
+
+        The fate of both is ``superseded`` if a later epoch took the step again.
+        """
         for recorded in steps:
-            fate = "trained" if recorded.is_current else "superseded"
-            for row in self.read(recorded, columns):
-                yield row | {"fate": fate}
+            for discarded in (False, True):
+                for row in self.read(recorded, columns, discarded=discarded):
+                    fate = (row.get("fate") or TRAINED) if recorded.is_current else "superseded"
+                    yield row | {"fate": fate}
 
     def find_time(self, recorded: RecordedStep) -> int:
         """Return the nanoseconds at which a step was recorded; 0 if its files are gone."""
-        paths = [self.folder / file.name for file in recorded.files]
+        files = (*recorded.files, *recorded.discarded)
+        paths = [self.folder / file.name for file in files]
         return max((path.stat().st_mtime_ns for path in paths if path.exists()), default=0)
 
     @property

@@ -25,7 +25,7 @@ import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import anyio
 import redis.asyncio
@@ -215,6 +215,22 @@ class _FailedReward(NamedTuple):
     """Error that ends the dispatch for it, if one does."""
 
 
+class DiscardedAnswers(Protocol):
+    """Record of the answers that no step trains on."""
+
+    def add(self, group: AnswerGroup, fate: str) -> None:
+        """Keep an answer, whose payload is there until the next :meth:`read` has returned."""
+        ...
+
+    async def read(self) -> None:
+        """Read the payloads of the answers that were added, which are freed next."""
+        ...
+
+    async def record(self, step: int) -> None:
+        """Record the answers that came while a step was filled, whose event is published next."""
+        ...
+
+
 def always(_: AnswerGroup) -> bool:
     """Return True: every group is usable."""
     return True
@@ -244,6 +260,7 @@ class RolloutDispatcher:
         shares: Dispatcher of the same epoch, whose excluded explorers and circuit breaker are those
             of this one too; by default it has its own.
         payloads: Store of the tokens of answers; None if all answers have them in the stream.
+        discarded: Record of the answers that no step trains on; None for none.
 
     Attributes:
         find_overlong: Finds prompts that are too long, if set before the first dispatch. Their
@@ -264,6 +281,7 @@ class RolloutDispatcher:
         keys: RunKeys | None = None,
         shares: RolloutDispatcher | None = None,
         payloads: PayloadStore | None = None,
+        discarded: DiscardedAnswers | None = None,
     ) -> None:
         self.exclusions: Exclusions = Exclusions() if shares is None else shares.exclusions
         self.breaker: CircuitBreaker = CircuitBreaker() if shares is None else shares.breaker
@@ -286,6 +304,7 @@ class RolloutDispatcher:
         )
         self._answers = AnswerReader(self._streams)
         self._payloads = payloads
+        self._discarded = discarded
         self._inspector = AnswerInspector(
             settings,
             self._state,
@@ -596,6 +615,9 @@ class RolloutDispatcher:
             event = self._state.create_step_event(
                 step, ordinals, metrics=numbers, staleness=staleness or {}
             )
+            if self._discarded is not None:
+                # Before the log has their fates: a record of all answers lacks none of these.
+                await self._discarded.record(step)
             # Before the state changes: after a failure the caller may publish the same step again.
             await self._publish(event)
             self._state.train(ordinals, step)
@@ -624,6 +646,8 @@ class RolloutDispatcher:
             PublishError: The event was not published; nothing changed.
         """
         async with self._lock:
+            if self._discarded is not None:
+                await self._discarded.record((self._step or 0) + 1)
             if self._state.dropped:
                 await self._publish(
                     RolloutsDispatched(
@@ -926,6 +950,8 @@ class RolloutDispatcher:
                     # An answer that came too late still takes memory of the server.
                     self._discard([group])
                     self._state.count_tokens("surplus", group.tokens)
+                    if self._discarded is not None:
+                        self._discarded.add(group, "surplus")
 
     def _receive_failure(self, failed: Failed) -> None:
         self._useless.append(failed.entry_id)
@@ -1043,6 +1069,8 @@ class RolloutDispatcher:
     def _refuse(self, group: AnswerGroup, reason: str) -> None:
         self._discard([self._state.refuse(group.ordinal)])
         self._state.count_tokens(reason, group.tokens)
+        if self._discarded is not None and reason != PAYLOAD_LOST:
+            self._discarded.add(group, reason)
         if reason in ("stale", PAYLOAD_LOST):
             if reason == "stale":
                 self._state.count_stale()
@@ -1065,6 +1093,8 @@ class RolloutDispatcher:
             await self._streams.write(wait, "free", " ".join(several))
             # After the reply: freed twice is harmless, and forgotten would leak memory.
             del self._useless[: len(several)]
+        if self._discarded is not None:
+            await self._discarded.read()
         # Only now (invariant 7): the script refuses a trainer whose answers a newer epoch keeps.
         if self._payloads is not None and self._useless_payloads:
             store, used = self._payloads, set(self._held_payloads())

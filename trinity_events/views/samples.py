@@ -19,7 +19,8 @@ def build_table(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("question", "sample", "reward", *parts, "tokens", "advantage", "stale"):
         table.add_column(title, justify="right")
-    for title in ("versions", "explorer", "answer"):
+    fates = any(row["step"] is None for row in rows)
+    for title in (*(["fate"] if fates else []), "versions", "explorer", "answer"):
         table.add_column(title)
     for row in rows:
         cut = " cut" if row["is_truncated"] else ""
@@ -31,6 +32,7 @@ def build_table(rows: Sequence[dict[str, Any]]) -> Table:
             f"{row['completion_tokens']}{cut}",
             _format_number(row["advantage"]),
             str(row["staleness"]),
+            *([row["fate"]] if fates else []),
             str(row["version_count"]),
             row["explorer"],
             _shorten(row["preview"]),
@@ -38,15 +40,18 @@ def build_table(rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def format_step(run_id: str, recorded: RecordedStep, rows: Sequence[dict[str, Any]]) -> str:
-    """Return a line about the samples of a step."""
+def format_step(
+    run_id: str, recorded: RecordedStep, rows: Sequence[dict[str, Any]], fate: str = "trained"
+) -> str:
+    """Return a line about the samples of a step, or about those that it did not train on."""
     if not rows:
         return f"run {run_id}, step {recorded.step}: no samples"
     rewards = [row["reward"] for row in rows]
     groups = len({row["ordinal"] for row in rows})
     cut = sum(row["is_truncated"] for row in rows)
+    subject = "samples" if fate == "trained" else f"{fate} samples, which no step trained on,"
     return (
-        f"run {run_id}, step {recorded.step} (epoch {recorded.epoch}): {len(rows)} samples of "
+        f"run {run_id}, step {recorded.step} (epoch {recorded.epoch}): {len(rows)} {subject} of "
         f"{groups} questions, reward {sum(rewards) / len(rewards):.3g} "
         f"({min(rewards):.3g} to {max(rewards):.3g}), {cut} cut off"
     )
@@ -64,6 +69,7 @@ def format_sample(row: dict[str, Any]) -> list[str]:
         f"question {row['ordinal']}, sample {row['sample']} of {row['samples']}: reward "
         f"{row['reward']:.4g}{parts}, advantage {_format_number(row['advantage'])}, staleness "
         f"{row['staleness']}, {row['completion_tokens']} tokens"
+        + (f", {row['fate']}" if row["step"] is None else "")
         + (", cut off" if row["is_truncated"] else "")
         + (", redacted" if row["is_redacted"] else ""),
         f"  by {row['explorer']}, attempt {row['attempt']}: {versions}",

@@ -22,11 +22,23 @@ class WriterSettings(Struct, frozen=True, kw_only=True):
     """Folder of the record."""
     model_folder: str
     """Hugging Face folder with the tokenizer."""
-    rank: int
+    rank: int | None
+    """None for discarded answers."""
     ranks: int
     max_bytes: int
+    """Bytes of the files of this writer."""
     max_steps: int
     redact: str | None = None
+
+
+class DiscardedRows(Struct, frozen=True, kw_only=True):
+    """Answer that no step trained on."""
+
+    fate: str
+    samples: list[bytes]
+    """Encoded experiences, or references to the samples of the payload."""
+    payload: bytes | None = None
+    """Payload of the turns; None if the samples have them."""
 
 
 class StepRows(Struct, frozen=True, kw_only=True):
@@ -41,6 +53,8 @@ class StepRows(Struct, frozen=True, kw_only=True):
     """[samples, width] float32; None if they are not known."""
     logprobs: bytes | None = None
     """[samples, width] float32, of the trainer before the step's update; None if not known."""
+    discarded: list[DiscardedRows] = []
+    """Answers that no step trained on, in the place of the experiences."""
 
 
 class Written(Struct, frozen=True, kw_only=True):

@@ -17,17 +17,18 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
 from trinity_events.diagnostics.waits import WaitReporter
 from trinity_events.errors import DeadlineExceeded, TrinityError
 from trinity_events.record.files import RECORD
-from trinity_schemas import Experience, encode
+from trinity_schemas import Experience, ExperienceReference, encode
 
 from ..config.train_config import RunConfig
-from .messages import StepRows, WriterSettings, Written, read_message, write_message
+from .messages import DiscardedRows, StepRows, WriterSettings, Written, read_message, write_message
 
 if TYPE_CHECKING:
     from ..algorithms.batch import Batch
@@ -36,10 +37,20 @@ logger = logging.getLogger(__name__)
 
 QUEUE_BYTES = 256 << 20
 """Bytes of samples that wait for the writer: some steps of 512 samples of 4,096 tokens."""
+DROPPED_SAMPLES = "record/dropped_samples"
+"""Metric of the samples that the record lacks."""
 _BYTES_PER_TOKEN = 16
 """Token, two log-probabilities and an advantage, of four bytes each."""
+_DISCARDED_SHARE = 8
+"""Part of the record's bytes that discarded answers may have: what was trained on is asked for
+more often."""
 _ENDS_WITHIN = 30.0
 """Seconds in which a writer writes what it was given when its rank closes."""
+
+
+def format_writer(rank: int | None) -> str:
+    """Return a rank in words; None is the trainer, which records discarded answers."""
+    return "the trainer" if rank is None else f"rank {rank}"
 
 
 class RecordFailed(TrinityError):
@@ -47,17 +58,21 @@ class RecordFailed(TrinityError):
 
     Attributes:
         run_id: The run.
-        rank: The rank.
+        rank: The rank; None for the trainer, which records discarded answers.
         reason: Error of the writer.
     """
 
     run_id: str
-    rank: int
+    rank: int | None
     reason: str
     text = (
-        "run {run_id}: rank {rank} cannot record its rollouts: {reason}; mend it and resume the "
+        "run {run_id}: {_writer} cannot record its rollouts: {reason}; mend it and resume the "
         "run, or set record.rollouts sample or none"
     )
+
+    @property
+    def _writer(self) -> str:
+        return format_writer(self.rank)
 
 
 class RecordCounts(NamedTuple):
@@ -67,23 +82,37 @@ class RecordCounts(NamedTuple):
     removed_steps: int = 0
 
 
+class DiscardedGroup(NamedTuple):
+    """Answer that no step trained on."""
+
+    fate: str
+    experiences: Sequence[Experience | ExperienceReference]
+    payload: bytes | None
+    """Payload of the tokens; None if the experiences have them."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes while it waits for the writer."""
+        if self.payload is not None:
+            return len(self.payload)
+        return _BYTES_PER_TOKEN * sum(sample.token_count for sample in self.experiences)
+
+
 class _Queued(NamedTuple):
     """Samples of a step in the queue."""
 
     step: int
-    samples: list[Experience]
-    rows: list[int]
-    """Row of each sample in the batch."""
-    batch: Batch | None
+    samples: int
     size: int
+    encode: Callable[[], StepRows]
 
 
 class RolloutRecorder:
-    """Recorder of one rank.
+    """Recorder of one rank, or of discarded answers.
 
     Args:
         config: The run.
-        rank: Number of the rank.
+        rank: Number of the rank; None for discarded answers.
         waits: Reporter of the rank's long waits.
         queue_bytes: Bytes of samples that wait for the writer at most, beyond one step.
     """
@@ -91,7 +120,7 @@ class RolloutRecorder:
     def __init__(
         self,
         config: RunConfig,
-        rank: int,
+        rank: int | None,
         waits: WaitReporter,
         *,
         queue_bytes: int = QUEUE_BYTES,
@@ -103,7 +132,7 @@ class RolloutRecorder:
         self._queued_bytes = 0
         self._changed = threading.Condition()
         self._is_closed = False
-        self._recorded = -1
+        self._added = self._recorded = 0
         self._dropped = self._removed = 0
         self._fault: str | None = None
         # Its own session: a Ctrl-C for the run must not end it before it has written.
@@ -134,17 +163,27 @@ class RolloutRecorder:
         chosen = range(len(groups))
         if not all_samples:
             chosen = choose_groups(groups, self._settings.groups_per_step)  # type: ignore[assignment]
-        queued = _queue_rows(step, groups, chosen, batch)
+        self._add(_queue_rows(step, groups, chosen, batch))
+
+    def add_discarded(self, step: int, groups: Sequence[DiscardedGroup]) -> None:
+        """Record answers that came for a step and that none trained on, as :meth:`add` does."""
+        count = sum(len(group.experiences) for group in groups)
+        size = sum(group.size for group in groups)
+        self._add(_Queued(step, count, size, partial(_encode_discarded, step, groups)))
+
+    def _add(self, queued: _Queued) -> None:
+        all_samples = self._settings.rollouts == "all"
         with self._changed:
             has_room = not self._queue or self._queued_bytes + queued.size <= self._queue_bytes
             if self._fault is None and (all_samples or has_room):
                 self._queue.append(queued)
                 self._queued_bytes += queued.size
+                self._added += 1
                 self._changed.notify_all()
             else:
-                self._dropped += len(queued.samples)
+                self._dropped += queued.samples
         if all_samples:
-            self.wait_recorded(step)
+            self.wait_recorded(queued.step)
 
     @property
     def counts(self) -> RecordCounts:
@@ -160,15 +199,15 @@ class RolloutRecorder:
         self._thread.join(_ENDS_WITHIN)
         if self._thread.is_alive():
             logger.warning(
-                "run %s: the writer of rank %d's rollouts is ended before it is done",
-                *(self._config.run_id, self._rank),
+                "run %s: the writer of the rollouts of %s is ended before it is done",
+                *(self._config.run_id, format_writer(self._rank)),
             )
             self._process.kill()
             self._thread.join()
         self._process.wait()
 
     def wait_recorded(self, step: int) -> None:
-        """Wait until a step is on disk.
+        """Wait until all samples that were added are on disk, the newest ones of a step.
 
         Raises:
             RecordFailed: The writer failed.
@@ -178,13 +217,15 @@ class RolloutRecorder:
         waiting = self._waits.waiting("the record of its rollouts", deadline=timeout, step=step)
         with waiting, self._changed:
             done = self._changed.wait_for(
-                lambda: self._recorded >= step or self._fault is not None, timeout
+                lambda: self._recorded >= self._added or self._fault is not None, timeout
             )
             if self._fault is not None:
                 raise RecordFailed(self._config.run_id, self._rank, self._fault)
         if not done:
             raise DeadlineExceeded(
-                f"run {self._config.run_id}: rank {self._rank} did not record step {step}", timeout
+                f"run {self._config.run_id}: {format_writer(self._rank)} did not record step "
+                f"{step}",
+                timeout,
             )
 
     # --- the thread --------------------------------------------------------------------------
@@ -197,13 +238,14 @@ class RolloutRecorder:
         try:
             self._exchange(inward, outward, self._writer_settings())
             while (queued := self._next()) is not None:
-                written = self._exchange(inward, outward, _encode(queued))
+                written = self._exchange(inward, outward, queued.encode())
                 with self._changed:
                     # Only now: what is being written counts as queued.
                     self._queue.popleft()
                     self._queued_bytes -= queued.size
-                    self._recorded = queued.step
+                    self._recorded += 1
                     self._removed += len(written.removed)
+                    self._dropped += queued.samples - written.samples
                     self._changed.notify_all()
                 if written.removed:
                     logger.warning(
@@ -228,7 +270,7 @@ class RolloutRecorder:
             model_folder=str(config.model_folder),
             rank=self._rank,
             ranks=config.trainer.rank_count,
-            max_bytes=settings.max_bytes,
+            max_bytes=_find_share(config, self._rank),
             max_steps=settings.max_steps,
             redact=settings.redact,
         )
@@ -253,13 +295,13 @@ class RolloutRecorder:
     def _fail(self, reason: str) -> None:
         with self._changed:
             self._fault = reason
-            self._dropped += sum(len(queued.samples) for queued in self._queue)
+            self._dropped += sum(queued.samples for queued in self._queue)
             self._queue.clear()
             self._changed.notify_all()
         if self._settings.rollouts == "sample":
             logger.warning(
-                "run %s: rank %d records no more rollouts: %s",
-                *(self._config.run_id, self._rank, reason),
+                "run %s: %s records no more rollouts: %s",
+                *(self._config.run_id, format_writer(self._rank), reason),
             )
 
 
@@ -290,26 +332,51 @@ def _queue_rows(
     samples = [sample for place in chosen for sample in groups[place]]
     rows = [row for place in chosen for row in range(begins[place], begins[place + 1])]
     tokens = sum(len(turn.tokens) for sample in samples for turn in sample.turns)
-    return _Queued(step, samples, rows, batch, tokens * _BYTES_PER_TOKEN)
+    size = tokens * _BYTES_PER_TOKEN
+    return _Queued(step, len(samples), size, partial(_encode, step, samples, rows, batch))
 
 
-def _encode(queued: _Queued) -> StepRows:
-    batch = queued.batch
-    experiences = [encode(sample) for sample in queued.samples]
+def _encode(
+    step: int, samples: Sequence[Experience], rows: Sequence[int], batch: Batch | None
+) -> StepRows:
+    experiences = [encode(sample) for sample in samples]
     if batch is None:
-        return StepRows(step=queued.step, experiences=experiences)
+        return StepRows(step=step, experiences=experiences)
 
     def pack(name: str) -> bytes | None:
         values = getattr(batch, name)
         if values is None:
             return None
-        selected = values[queued.rows].detach().float().cpu().contiguous()  # (samples, width)
+        selected = values[rows].detach().float().cpu().contiguous()  # (samples, width)
         return bytes(memoryview(selected.numpy()).cast("B")) if selected.numel() else b""
 
     return StepRows(
-        step=queued.step,
+        step=step,
         experiences=experiences,
         width=batch.response_width,
         advantages=pack("advantages"),
         logprobs=pack("logprobs"),
     )
+
+
+def _encode_discarded(step: int, groups: Sequence[DiscardedGroup]) -> StepRows:
+    return StepRows(
+        step=step,
+        experiences=[],
+        discarded=[
+            DiscardedRows(
+                fate=group.fate,
+                samples=[encode(sample) for sample in group.experiences],
+                payload=group.payload,
+            )
+            for group in groups
+        ],
+    )
+
+
+def _find_share(config: RunConfig, rank: int | None) -> int:
+    """Return the bytes of the record that a rank may write, or the discarded answers."""
+    discarded = config.record.max_bytes // _DISCARDED_SHARE
+    if rank is None:
+        return discarded
+    return (config.record.max_bytes - discarded) // config.trainer.rank_count

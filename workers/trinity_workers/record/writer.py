@@ -11,17 +11,20 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from trinity_events.record.columns import build_schema, import_pyarrow
 from trinity_events.record.conversation import Row, build_policy_row, build_row, link_calls
 from trinity_events.record.files import EpochMark, RecordFile, list_names, parse_file_name
+from trinity_events.record.reader import TRAINED
+from trinity_events.rollouts.payloads import PayloadFault
+from trinity_events.rollouts.payloads.loading import load_group
 from trinity_schemas import ChatMessage, Experience, Turn
-from trinity_schemas.codec import decode_experience
+from trinity_schemas.codec import decode_experience, decode_reference
 
-from .messages import StepRows, WriterSettings, Written, read_message, write_message
+from .messages import DiscardedRows, StepRows, WriterSettings, Written, read_message, write_message
 
 _REDACTED = -1
 """Token id in the place of those of a text that was redacted."""
@@ -33,6 +36,13 @@ _PREVIEW = 80
 
 Redact = Callable[[str], str]
 Decode = Callable[[list[list[int]]], list[str]]
+
+
+class _Sample(NamedTuple):
+    """Sample with its fate."""
+
+    experience: Experience
+    fate: str = TRAINED
 
 
 class RecordWriter:
@@ -51,7 +61,7 @@ class RecordWriter:
         os.close(os.open(self._folder / mark.name, os.O_CREAT | os.O_RDONLY, 0o600))
         for name in list_names(self._folder):
             # Of a writer of this rank that was killed.
-            if name.endswith(f"_rank_{settings.rank}.parquet.tmp"):
+            if name.endswith(".tmp") and self._owns_name(name[1:].removesuffix(".tmp")):
                 (self._folder / name).unlink(missing_ok=True)
         _sync(self._folder)
         self._decode, self._special_texts = _load_decoder(Path(settings.model_folder))
@@ -64,8 +74,13 @@ class RecordWriter:
 
     def write(self, rows: StepRows) -> Written:
         """Write the samples of a step durably, and remove what exceeds the limits."""
-        table = self._build_table(rows)
-        file = RecordFile(self._settings.epoch, rows.step, self._settings.rank)
+        samples = [_Sample(decode_experience(payload)) for payload in rows.experiences]
+        for answer in rows.discarded:
+            samples += [_Sample(sample, answer.fate) for sample in _decode_discarded(answer)]
+        if not samples:
+            return Written()
+        table = self._build_table(samples, rows)
+        file = self._next_file(rows.step)
         path = self._folder / file.name
         temporary = path.with_name(f".{path.name}.tmp")
         # Answers are private: created for the run's user alone, whatever the umask is.
@@ -78,21 +93,29 @@ class RecordWriter:
             os.fsync(output.fileno())
         temporary.replace(path)
         _sync(self._folder)
-        return Written(samples=len(rows.experiences), removed=tuple(self._remove_oldest()))
+        return Written(samples=len(samples), removed=tuple(self._remove_oldest()))
 
-    def _build_table(self, rows: StepRows) -> Any:
-        samples = [decode_experience(payload) for payload in rows.experiences]
+    def _next_file(self, step: int) -> RecordFile:
+        epoch, rank = self._settings.epoch, self._settings.rank
+        if rank is not None:
+            return RecordFile(epoch, step, rank)
+        parts = sum((file.epoch, file.step) == (epoch, step) for file in self._list_own())
+        return RecordFile(epoch, step, parts, is_discarded=True)
+
+    def _build_table(self, samples: Sequence[_Sample], rows: StepRows) -> Any:
         shape = len(samples), rows.width
         advantages = _as_array(rows.advantages, shape)
         logprobs = _as_array(rows.logprobs, shape)
-        texts = iter(self._decode([turn.tokens[:] for sample in samples for turn in sample.turns]))
+        turns = [turn for sample, _ in samples for turn in sample.turns]
+        texts = iter(self._decode([turn.tokens[:] for turn in turns]))
         columns: dict[str, list[Any]] = {}
-        for row, sample in enumerate(samples):
+        for row, (sample, fate) in enumerate(samples):
             contents = [next(texts) for _ in sample.turns]
             values = self._build_row(
                 sample,
                 contents,
                 rows.step,
+                fate,
                 None if advantages is None else advantages[row],
                 None if logprobs is None else logprobs[row],
             )
@@ -114,6 +137,7 @@ class RecordWriter:
         sample: Experience,
         contents: list[str],
         step: int,
+        fate: str,
         advantages: np.ndarray[Any, Any] | None,
         logprobs: np.ndarray[Any, Any] | None,
     ) -> dict[str, Any]:
@@ -146,7 +170,9 @@ class RecordWriter:
         return {
             "run_id": sample.run_id,
             "epoch": self._settings.epoch,
-            "step": step,
+            "step": step if fate == TRAINED else None,
+            "for_step": step,
+            "fate": fate,
             "rank": self._settings.rank,
             "ordinal": sample.ordinal,
             "attempt": sample.attempt,
@@ -237,29 +263,45 @@ class RecordWriter:
     def _remove_oldest(self) -> list[int]:
         """Remove the oldest steps of this rank beyond the limits; return their numbers."""
         settings = self._settings
-        own = sorted(file for file in self._list_files() if self._owns(file))
+        own = sorted(self._list_own())
         sizes = {file: (self._folder / file.name).stat().st_size for file in own}
-        total, share = sum(sizes.values()), settings.max_bytes // settings.ranks
+        total = sum(sizes.values())
         steps = len({(file.epoch, file.step) for file in own})
         removed = []
         # The newest one stays, whatever its size.
         for file in own[:-1]:
-            if total <= share and steps <= settings.max_steps:
+            if total <= settings.max_bytes and steps <= settings.max_steps:
                 break
             (self._folder / file.name).unlink(missing_ok=True)
             total, steps = total - sizes[file], steps - 1
             removed.append(file.step)
         return removed
 
-    def _list_files(self) -> Iterable[RecordFile]:
+    def _list_own(self) -> Iterable[RecordFile]:
         for name in list_names(self._folder):
-            if (file := parse_file_name(name)) is not None:
+            if self._owns_name(name):
+                file = parse_file_name(name)
+                assert file is not None
                 yield file
 
+    def _owns_name(self, name: str) -> bool:
+        file = parse_file_name(name)
+        return file is not None and self._owns(file)
+
     def _owns(self, file: RecordFile) -> bool:
+        if file.is_discarded or self._settings.rank is None:
+            return file.is_discarded and self._settings.rank is None
         # An earlier epoch may have had more ranks, whose files rank 0 looks after.
         rank = file.rank if file.rank < self._settings.ranks else 0
         return rank == self._settings.rank
+
+
+def _decode_discarded(answer: DiscardedRows) -> list[Experience]:
+    """Return the samples of an answer; none if its payload is not as its explorer announced it."""
+    if answer.payload is None:
+        return [decode_experience(sample) for sample in answer.samples]
+    samples = load_group([decode_reference(sample) for sample in answer.samples], answer.payload)
+    return [] if isinstance(samples, PayloadFault) else samples
 
 
 def preview_text(text: str) -> str:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,8 @@ from trinity_schemas import (
 from ..config.answer_limits import read_answer_limits
 from ..config.sync_schedule import publishes_on_demand, requests_once_ready
 from ..config.train_config import RunConfig
+from ..record.discarded import DiscardedRollouts
+from ..record.recorder import DROPPED_SAMPLES
 from ..rollouts.held_out_sets import held_out_sets
 from ..rollouts.payloads import open_payload_reader, open_payloads
 from ..rollouts.user_task import task_of
@@ -187,6 +189,7 @@ class Trainer:
             partial(read_answer_limits, config, reward_part=compared.needed_part)
         )
         sets = await anyio.to_thread.run_sync(held_out_sets, config, task)
+        self._discarded = self._exits.enter_context(closing(DiscardedRollouts(config, self._waits)))
         self._dispatcher = RolloutDispatcher(
             client,
             self._publisher,
@@ -195,6 +198,7 @@ class Trainer:
             deadline=config.sync.timeout,
             waits=self._waits,
             payloads=await self._exits.enter_async_context(open_payloads(config)),
+            discarded=self._discarded,
         )
         if config.rollouts.max_prompt_tokens is not None:
             # The tokenizer takes the seconds in which transformers and torch are imported.
@@ -509,7 +513,11 @@ class Trainer:
     def _count_fates(self, groups: Sequence[AnswerGroup]) -> dict[str, float]:
         """Return the shares of the last step's prompts that taught nothing."""
         before, self._dropped = self._dropped, Counter(self._dispatcher.ledger.dropped)
-        return count_fates([group.experiences for group in groups], self._dropped - before)
+        shares = count_fates([group.experiences for group in groups], self._dropped - before)
+        if lost := self._discarded.dropped_samples:
+            # Ranks count the samples of steps that the record lacks.
+            shares[DROPPED_SAMPLES] = self._metrics.get(DROPPED_SAMPLES, 0.0) + lost
+        return shares
 
     async def _report_trained(self, groups: Sequence[AnswerGroup]) -> None:
         """Publish the fates of the groups that the last step was taken on."""

@@ -35,7 +35,7 @@ from ...helpers import (
 )
 from ...helpers.full_tensors import full_tensors, in_dtype
 from ...helpers.huggingface import QueueLimits
-from ...record.recorder import RecordCounts, RolloutRecorder
+from ...record.recorder import DROPPED_SAMPLES, RecordCounts, RolloutRecorder
 from ...rollout_engines.base import Generation, GenerationRequest
 from ...rollouts.payloads import open_payload_reader
 from ...runtime.collectives import summed, together
@@ -225,7 +225,7 @@ class TrainWorker(TrainingRank):
             if self._recorder is not None:
                 counts = self._recorder.counts
         totals = {
-            "record/dropped_samples": summed(counts.dropped_samples),
+            DROPPED_SAMPLES: summed(counts.dropped_samples),
             "record/removed_steps": summed(counts.removed_steps),
         }
         return {name: float(total) for name, total in totals.items() if total}
