@@ -40,8 +40,8 @@ class RecordMissing(TrinityError):
         "run": "run {run_id} has no recorded rollouts in {folder}: train with record.rollouts "
         "sample or all, or name another folder with --checkpoint-root",
         "step": "step {step} of run {run_id} is not recorded: the record has {_recorded}",
-        "fate": "the record of run {run_id} has no answers of the fate {fate}{_step_clause}: see the "
-        "fates of all tokens with trinity-events goodput {run_id}",
+        "fate": "the record of run {run_id} has no answers of the fate {fate}{_step_clause}: see "
+        "the fates of all tokens with trinity-events goodput {run_id}",
         "ordinal": "question {ordinal} is not among the recorded samples of step {step} of run "
         "{run_id}: see them with trinity-events samples {run_id} --step {step}",
     }
