@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     LlamaConfig,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -45,6 +46,18 @@ SIZES = {
     "max_position_embeddings": 64,
     "initializer_range": 0.2,
 }
+LATENTS = {
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "kv_lora_rank": 12,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 CONFIGS = {
@@ -68,6 +81,31 @@ CONFIGS = {
     "qwen3-moe": lambda: Qwen3MoeConfig(
         **SIZES, **EXPERTS, head_dim=8, num_experts=4, norm_topk_prob=True
     ),
+    # Groups of experts, latents of queries and YaRN, as DeepSeek-V3 has them.
+    "deepseek": lambda: DeepseekV3Config(
+        **{**SIZES, **LATENTS, **EXPERTS, "num_experts_per_tok": 4},
+        q_lora_rank=16,
+        n_group=4,
+        topk_group=2,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.0,
+        },
+    ),
+    # One group, queries without latents, and another epsilon, as Moonlight has them.
+    "moonlight": lambda: DeepseekV3Config(
+        **{**SIZES, **LATENTS, **EXPERTS, "num_hidden_layers": 4},
+        q_lora_rank=None,
+        n_group=1,
+        topk_group=1,
+        rms_norm_eps=1e-5,
+    ),
     "qwen2-moe": lambda: Qwen2MoeConfig(
         **SIZES, **EXPERTS, num_experts=4, shared_expert_intermediate_size=32
     ),
@@ -82,6 +120,9 @@ def make_folder(folder: Path, name: str) -> Path:
             for parameter in model.parameters():
                 if parameter.dim() == 1:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
+            for buffer_name, buffer in model.named_buffers():
+                if buffer_name.endswith("e_score_correction_bias"):
+                    buffer.add_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(folder)
     return folder
 
@@ -115,6 +156,7 @@ def make_engine(
     layout: ParallelLayout,
     optimizer: OptimizerOptions | None = None,
     options: dict[str, Any] | None = None,
+    device: str = "cpu",
     **keywords: Any,
 ) -> None:
     """Make the rank's engine, in the place of the one before."""
@@ -123,7 +165,7 @@ def make_engine(
     drop_engine(rank)
     rank.objects.engine = MegatronEngine(
         folder,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         layout=layout,
         optimizer=optimizer,
         model=ModelOptions(**{"timeout": GROUP_TIMEOUT} | (options or {})),

@@ -30,7 +30,10 @@ pytestmark = [pytest.mark.processes, pytest.mark.megatron, pytest.mark.heavy]
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen2", "qwen2-untied", "qwen3", "llama", "llama-one-group", "qwen3-moe", "qwen2-moe"],
+    [
+        *("qwen2", "qwen2-untied", "qwen3", "llama", "llama-one-group"),
+        *("qwen3-moe", "qwen2-moe", "deepseek", "moonlight"),
+    ],
 )
 def test_a_model_comes_back_bit_for_bit(converting, megatron_folder, tmp_path, name):
     there = converting(megatron_folder(name), tmp_path / "megatron")
@@ -99,14 +102,20 @@ def load(rank, folder):
     rank.objects.engine.load_checkpoint(str(folder))
 
 
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama", ParallelLayout(tensor=2)),
+        ("deepseek", ParallelLayout(tensor=2, sequence_parallel=True)),
+    ],
+)
 def test_what_was_converted_loads_at_any_layout(
-    converting, engine_ranks, megatron_folder, tmp_path
+    converting, engine_ranks, megatron_folder, tmp_path, name, layout
 ):
-    converting(megatron_folder("llama"), tmp_path / "megatron")
-    layout = ParallelLayout(tensor=2)
-    ranks = engine_ranks("llama", 2, layout, load_weights=False)
+    converting(megatron_folder(name), tmp_path / "megatron")
+    ranks = engine_ranks(name, 2, layout, load_weights=False)
     ranks(load, tmp_path / "megatron")
-    at.assert_same(ranks(at.full_weights)[1], at.in_folder(megatron_folder("llama")))
+    at.assert_same(ranks(at.full_weights)[1], at.in_folder(megatron_folder(name)))
 
 
 def measure_peaks(rank, folders):
@@ -276,7 +285,7 @@ def architecture_without_mapping(folder):
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
     save_file({"wte.weight": torch.ones(2)}, folder / "model.safetensors")
-    return "a Megatron model cannot be made of 'gpt2': choose llama, qwen2"
+    return "a Megatron model cannot be made of 'gpt2': choose deepseek_v3, llama"
 
 
 def no_weights(folder):

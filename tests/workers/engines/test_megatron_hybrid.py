@@ -49,6 +49,8 @@ CASES = [
     ("qwen3-moe", 2, ParallelLayout(expert=2), 1),
     ("llama", 4, SPLIT, 4),
     ("qwen2", 4, ParallelLayout(tensor=2, context=2, sequence_parallel=True), 2),
+    ("moonlight", 2, ParallelLayout(tensor=2, sequence_parallel=True), 1),
+    pytest.param("deepseek", 2, ParallelLayout(pipeline=2), 1, marks=pytest.mark.nightly),
     pytest.param("qwen2", 2, ParallelLayout(context=2), 1, marks=pytest.mark.nightly),
     pytest.param(
         *("qwen3-moe", 4),

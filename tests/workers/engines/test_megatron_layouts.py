@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from transformers import AutoModelForCausalLM  # noqa: E402
-
-from tests.support import megatron_ranks as at  # noqa: E402
-from trinity_workers.engines.adamw import AdamWOptions  # noqa: E402
-from trinity_workers.engines.megatron import (  # noqa: E402
+from tests.support import megatron_ranks as at
+from tests.support.megatron_steps import (
+    ADAMW,
+    LIMIT,
+    RATE,
+    differences,
+    plain_steps,
+    take_steps,
+)
+from trinity_workers.engines.megatron import (
     LayoutRefused,
     OptimizerOptions,
     ParallelLayout,
@@ -26,14 +27,22 @@ from trinity_workers.engines.megatron import (  # noqa: E402
 
 pytestmark = [pytest.mark.megatron, pytest.mark.heavy]
 
-RATE, LIMIT = 1e-3, 0.01
-"""Learning rate, and the norm to which gradients are clipped: less than any norm here."""
-ADAMW = AdamWOptions(max_grad_norm=LIMIT)
 TOLERANCE = 1e-4
 """Of numbers near 1 and 5: float32, summed in another order."""
 SHORT = [
     (4, ParallelLayout(tensor=2, context=2, sequence_parallel=True), "qwen3"),
     (2, ParallelLayout(context=2, expert=2), "qwen2-moe"),
+    (2, ParallelLayout(tensor=2, sequence_parallel=True), "deepseek"),
+    (2, ParallelLayout(expert=2), "moonlight"),
+]
+DEEPSEEK = [
+    (2, ParallelLayout(pipeline=2), "deepseek"),
+    (2, ParallelLayout(context=2), "deepseek"),
+    (2, ParallelLayout(expert=2), "deepseek"),
+    (2, ParallelLayout(pipeline=2, virtual=2), "moonlight"),
+    (2, ParallelLayout(tensor=2, sequence_parallel=True), "moonlight"),
+    (4, ParallelLayout(tensor=2, expert=2, sequence_parallel=True), "deepseek"),
+    (8, ParallelLayout(tensor=2, pipeline=2, context=2, sequence_parallel=True), "moonlight"),
 ]
 
 
@@ -57,78 +66,7 @@ def layouts(ranks: int) -> Iterator[tuple[int, ParallelLayout, str]]:
 
 
 LONG = [layout for ranks in (2, 4, 8) for layout in layouts(ranks) if layout not in SHORT]
-
-
-class Step(NamedTuple):
-    """Numbers of a step: [B, R] both, the norm is before clipping."""
-
-    logprobs: torch.Tensor
-    entropy: torch.Tensor
-    loss: float
-    norm: float
-
-
-def loss_of(logprobs, entropy, mask, rows: int, tokens: int):
-    """A loss of whole responses, so that it is no sum over tokens, and of entropies."""
-    ratios = (logprobs.sum(dim=1) / 5).exp() * mask.any(dim=1)
-    return -ratios.sum() / rows - 0.1 * entropy.sum() / tokens
-
-
-def take_steps(rank, batches) -> tuple[slice, list[Step | None], dict[str, torch.Tensor]]:
-    """Take a step on each batch; return the replica's rows, the numbers and the weights."""
-    engine = rank.objects.engine
-    share, shares = at.data_rank()
-    steps: list[Step | None] = []
-    for batch in batches:
-        size = len(batch) // shares
-        rows = slice(size * share, size * (share + 1))
-        count, tokens = len(batch), batch.token_count
-
-        def loss(current, part, count=count, tokens=tokens):
-            value = loss_of(current.logprobs, current.entropy, part.response_mask, count, tokens)
-            return value * shares, (
-                current.logprobs.detach(),
-                current.entropy.detach(),
-                value.detach(),
-            )
-
-        own = batch.rows(rows.start, rows.stop)
-        parts, norm = engine.train_batch(own, loss, entropy=True)
-        if not parts:  # before the last stage of a pipeline
-            steps.append(None)
-            continue
-        logprobs, entropy, values = zip(*parts, strict=True)
-        joined = [torch.cat(tensors)[:size] for tensors in (logprobs, entropy)]
-        steps.append(Step(*joined, float(sum(values)), norm))
-    return rows, steps, at.full_weights(rank)
-
-
-def plain_steps(folder, batches) -> tuple[list[Step], dict[str, torch.Tensor]]:
-    """The same by Hugging Face's model and torch's AdamW: each row by itself, unpadded."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    adamw = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.99), weight_decay=0.01)
-    steps = []
-    for batch in batches:
-        adamw.zero_grad()
-        rows = []
-        for row in range(len(batch)):
-            real = batch.attention_mask[row].bool()
-            count = int(batch.response_mask[row].sum())
-            output = model(input_ids=batch.input_ids[row][real][None], use_cache=False)
-            logs = output.logits[0].log_softmax(-1)[-count - 1 : -1]
-            chosen = logs.gather(-1, batch.responses[row][:count, None])[:, 0]
-            padding = (0, batch.response_width - count)
-            statistics = (chosen, -(logs.exp() * logs).sum(-1))
-            rows.append([torch.nn.functional.pad(numbers, padding) for numbers in statistics])
-        logprobs, entropy = (torch.stack(numbers) for numbers in zip(*rows, strict=True))
-        loss = loss_of(logprobs, entropy, batch.response_mask, len(batch), batch.token_count)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
-        adamw.step()
-        steps.append(Step(logprobs.detach(), entropy.detach(), loss.item(), float(norm)))
-    with TemporaryDirectory() as saved:  # in the names of files: experts are joined in memory
-        model.save_pretrained(saved)
-        return steps, at.in_folder(Path(saved))
+LONG += DEEPSEEK
 
 
 @pytest.fixture(scope="module")
@@ -147,33 +85,6 @@ def plain(megatron_folder, batches):
         return made[name]
 
     return steps
-
-
-def differences(answers, plain) -> dict[str, float]:
-    """The largest difference of each kind, over all ranks and steps."""
-    expected, expected_weights = plain
-    largest: dict[str, float] = {}
-
-    def compare(key: str, value: float) -> None:
-        largest[key] = max(largest.get(key, 0.0), math.inf if math.isnan(value) else value)
-
-    losses: dict[tuple[int, int], float] = {}
-    for rows, steps, weights in answers:
-        for number, step in enumerate(steps):
-            if step is None:
-                continue
-            for key in ("logprobs", "entropy"):
-                mine, theirs = getattr(step, key), getattr(expected[number], key)[rows]
-                compare(key, float((mine - theirs).abs().max()))
-            compare("norm before clipping", abs(step.norm / expected[number].norm - 1))
-            losses[number, rows.start] = step.loss
-        for name, value in weights.items():
-            if not name.endswith("k_proj.bias"):  # its gradient is 0: AdamW follows the rounding
-                compare("weights", float((value - expected_weights[name]).abs().max()))
-    for number, step in enumerate(expected):
-        total = sum(loss for (at_step, _), loss in losses.items() if at_step == number)
-        compare("loss", abs(total - step.loss))
-    return largest
 
 
 @pytest.mark.parametrize(
@@ -255,6 +166,20 @@ def keep_own_key_gradients(patch) -> None:
     patch.setattr(context_parallel, "gather_sequence", without_sum)
 
 
+def keep_own_position_gradients(patch) -> None:
+    """The gradients of keys' rotary parts are those of a rank's own heads."""
+    from trinity_workers.engines.megatron.deepseek import latent_attention
+
+    attention = latent_attention()
+    create = attention.__init__
+
+    def without_hook(self, *args, **options):
+        create(self, *args, **options)
+        self.linear_kv_down_proj._forward_hooks.clear()
+
+    patch.setattr(attention, "__init__", without_hook)
+
+
 def mutate(rank, mutant) -> None:
     patch = pytest.MonkeyPatch()
     mutant(patch)
@@ -262,11 +187,12 @@ def mutate(rank, mutant) -> None:
 
 
 MUTANTS = {
-    leave_norms_alone: ParallelLayout(tensor=2, sequence_parallel=True),
-    keep_rank_order: ParallelLayout(context=2),
-    sum_losses: ParallelLayout(context=2),
-    take_consecutive_positions: ParallelLayout(context=2),
-    keep_own_key_gradients: ParallelLayout(context=2),
+    leave_norms_alone: (ParallelLayout(tensor=2, sequence_parallel=True), "qwen3"),
+    keep_rank_order: (ParallelLayout(context=2), "qwen3"),
+    sum_losses: (ParallelLayout(context=2), "qwen3"),
+    take_consecutive_positions: (ParallelLayout(context=2), "qwen3"),
+    keep_own_key_gradients: (ParallelLayout(context=2), "qwen3"),
+    keep_own_position_gradients: (ParallelLayout(tensor=2, sequence_parallel=True), "deepseek"),
 }
 
 
@@ -278,8 +204,9 @@ def test_the_comparison_sees_a_fault(rank_group, megatron_folder, batches, plain
     ranks = rank_group(2)
     ranks(mutate, mutant)
     optimizer = OptimizerOptions(learning_rate=RATE, adamw=ADAMW)
-    ranks(at.make_engine, megatron_folder("qwen3"), MUTANTS[mutant], optimizer)
-    worst = differences(ranks(take_steps, batches), plain("qwen3"))
+    layout, name = MUTANTS[mutant]
+    ranks(at.make_engine, megatron_folder(name), layout, optimizer)
+    worst = differences(ranks(take_steps, batches), plain(name))
     assert max(worst.values()) > 10 * TOLERANCE, worst
     if mutant is sum_losses:
         del worst["norm before clipping"]

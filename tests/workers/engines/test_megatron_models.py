@@ -52,6 +52,10 @@ CASES = [
     ("qwen3", 2, SEQUENCE),
     ("llama-scaled", 2, CONTEXT),
     ("qwen2-moe", 4, ParallelLayout(tensor=2, context=2, expert=2, sequence_parallel=True)),
+    ("deepseek", 2, EXPERTS),
+    ("deepseek", 2, SEQUENCE),
+    ("moonlight", 2, PIPELINE),
+    ("moonlight", 2, SEQUENCE),
 ]
 NIGHTLY_CASES = [
     ("qwen2-untied", 2, SEQUENCE),
@@ -59,6 +63,11 @@ NIGHTLY_CASES = [
     ("llama-scaled", 4, ParallelLayout(context=2, pipeline=2)),
     ("qwen3-deep", 4, ParallelLayout(pipeline=2, virtual=2, context=2)),
     ("qwen3-moe", 4, ParallelLayout(tensor=2, expert=2, sequence_parallel=True)),
+    ("deepseek", 1, ONE),
+    ("moonlight", 1, ONE),
+    ("moonlight", 2, VIRTUAL),
+    ("deepseek", 2, CONTEXT),
+    ("moonlight", 4, ParallelLayout(tensor=2, context=2, expert=2, sequence_parallel=True)),
 ]
 
 

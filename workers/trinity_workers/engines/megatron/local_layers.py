@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..context_parallel import causal_attention
+from .deepseek import LATENT_EPSILON, latent_attention
 
 
 class LocalNorm(torch.nn.RMSNorm):
@@ -22,6 +23,13 @@ class LocalNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps)
         # finalize_model_grads() sums the gradients of such weights over the ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class LatentNorm(LocalNorm):
+    """RMSNorm of latents, whose epsilon is not that of the other norms."""
+
+    def __init__(self, config: Any, hidden_size: int, **_: Any) -> None:
+        super().__init__(config, hidden_size, eps=LATENT_EPSILON)
 
 
 class LocalAttention(torch.nn.Module):
@@ -75,6 +83,10 @@ def use_local_layers(block: Any) -> None:
         parts.input_layernorm = parts.pre_mlp_layernorm = LocalNorm
         attention = parts.self_attention.submodules
         attention.core_attention = LocalAttention
+        if hasattr(attention, "kv_layernorm"):
+            parts.self_attention.module = latent_attention()
+            attention.q_layernorm = attention.kv_layernorm = LatentNorm
+            continue
         for name in ("q_layernorm", "k_layernorm"):
             if getattr(attention, name) is not IdentityOp:
                 setattr(attention, name, LocalNorm)

@@ -21,7 +21,7 @@ from .checkpoint_errors import ForeignCheckpoint
 from .checkpoint_reader import IndexedReader, read_metadata
 from .layout import ParallelLayout, join
 from .model import ModelOptions, build_chunks, transformer_config
-from .stream import global_name
+from .stream import EXPERT_BIAS, global_name, named_weights
 from .weights import mapping
 
 _torch_dcp: Any = dcp  # its names are not exported to type checkers
@@ -46,9 +46,9 @@ class MetaModel:
         with torch.device("meta"):
             [self._model] = build_chunks(hf, config, options)
         self.mapping = mapping(hf, config, layout.tensor)
-        self.parameters: dict[str, torch.nn.Parameter] = {
+        self.parameters: dict[str, torch.Tensor] = {
             global_name(name, self._model): parameter
-            for name, parameter in self._model.named_parameters()
+            for name, parameter in named_weights(self._model)
         }
         self._names = {_storage(parameter): name for name, parameter in self.parameters.items()}
 
@@ -70,6 +70,8 @@ class MetaModel:
     def set_dtype(self, names: Iterable[str], dtype: torch.dtype) -> None:
         """Set the dtype of these parameters."""
         for name in names:
+            if name.endswith(EXPERT_BIAS):
+                continue  # megatron-core and transformers keep it in float32
             parameter = self.parameters[name]
             del self._names[_storage(parameter)]
             parameter.data = parameter.data.to(dtype)

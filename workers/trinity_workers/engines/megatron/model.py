@@ -12,11 +12,13 @@ from trinity_events.errors import TrinityError
 
 from ...learning.value_head import head_tensors
 from ..offload import FrozenOffload, Offload
+from . import deepseek
 from .cpu import adapted
+from .deepseek import is_deepseek
 from .layout import TIMEOUT, LayoutRefused, ParallelLayout, has_transformer_engine
 from .local_layers import use_local_layers
 
-MODEL_TYPES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+MODEL_TYPES = ("deepseek_v3", "llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
 # The only values of Llama 3's frequency scaling that megatron-core supports.
 _LLAMA3 = {
@@ -85,9 +87,13 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: ModelOptions) -
         UnsupportedModel: if megatron-core would build another model from the configuration.
         LayoutRefused: if heads, layers or experts cannot be divided by the layout.
     """
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     check_model(hf, layout)
+    if is_deepseek(hf) and options.fused and hf.rms_norm_eps != deepseek.LATENT_EPSILON:
+        # Transformer Engine's layers join a norm to the projection after it, with its epsilon.
+        asks = f"an epsilon of {hf.rms_norm_eps} beside latents with Transformer Engine's layers"
+        raise UnsupportedModel(hf.model_type, feature=asks)
     values: dict[str, Any] = {
         "num_layers": hf.num_hidden_layers,
         "hidden_size": hf.hidden_size,
@@ -101,7 +107,7 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: ModelOptions) -
         "gated_linear_unit": True,
         "add_bias_linear": False,
         "add_qkv_bias": hf.model_type == "qwen2" or bool(getattr(hf, "qkv_bias", False)),
-        "qk_layernorm": hf.model_type.startswith("qwen3"),
+        "qk_layernorm": hf.model_type.startswith("qwen3") or is_deepseek(hf),
         "attention_dropout": hf.attention_dropout,
         # The supported models have no dropout but that of attention.
         "hidden_dropout": 0.0,
@@ -142,8 +148,12 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: ModelOptions) -
         }
     if has_experts(hf):
         values |= _expert_values(hf, options)
+    kind = TransformerConfig
+    if is_deepseek(hf):
+        kind = MLATransformerConfig
+        values |= deepseek.attention_values(hf) | deepseek.expert_values(hf)
     with adapted():
-        return TransformerConfig(**values)
+        return kind(**values)
 
 
 def check_model(hf: Any, layout: ParallelLayout) -> None:
@@ -198,7 +208,7 @@ def build_rollout(hf: Any, config: Any, options: ModelOptions, groups: Any) -> A
 
 def has_experts(hf: Any) -> bool:
     """Return True if the configuration is of a mixture of experts."""
-    return str(hf.model_type).endswith("_moe")
+    return str(hf.model_type).endswith("_moe") or is_deepseek(hf)
 
 
 def expert_count(hf: Any) -> int:
@@ -314,10 +324,12 @@ def _check_features(hf: Any) -> None:
         asks = "biases in its linear layers"
     elif getattr(hf, "use_sliding_window", False):
         asks = "a sliding window"
-    elif kind not in {"default", "linear", "llama3"}:
+    elif kind not in ({"default", "yarn"} if is_deepseek(hf) else {"default", "linear", "llama3"}):
         asks = f"the rotary embedding {kind!r}"
     elif kind == "llama3" and any(rope.get(name) != value for name, value in _LLAMA3.items()):
         asks = "other frequencies than Llama 3's"
+    elif is_deepseek(hf):
+        asks = deepseek.find_unsupported(hf)
     elif has_experts(hf) and (getattr(hf, "mlp_only_layers", None) or hf.decoder_sparse_step != 1):
         asks = "layers with and without experts"
     if asks:
@@ -326,8 +338,10 @@ def _check_features(hf: Any) -> None:
 
 def _check_fit(hf: Any, layout: ParallelLayout) -> None:
     stages = layout.pipeline * (layout.virtual or 1)
+    latents = deepseek.latent_sizes(hf) if is_deepseek(hf) else ()
     for what, count, parts in (
         ("key-value heads", hf.num_key_value_heads, layout.tensor),
+        *(("dimensions of latents", size, layout.tensor) for size in latents),
         ("columns of the feed-forward layers", hf.intermediate_size, layout.tensor),
         ("layers", hf.num_hidden_layers, stages),
         ("experts", expert_count(hf) if has_experts(hf) else layout.expert, layout.expert),
@@ -343,9 +357,17 @@ def _unchanged(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
+def _count_nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
 def _mend_router() -> None:
     # Without Transformer Engine, 0.16 does not define a name that it uses later.
     from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.router import TopKRouter
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    # It counts tokens for updates of the bias, whose rate is 0 here, and torch.compile makes it,
+    # which needs a compiler of C++ on a CPU.
+    TopKRouter._apply_expert_bias = _count_nothing

@@ -14,7 +14,7 @@ import torch
 
 from trinity_events.weights.slices import TensorSlice
 
-from .stream import global_name, partition_dim, shard_group
+from .stream import global_name, named_weights, partition_dim, shard_group
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _GATED = ".linear_fc1.weight"
@@ -37,7 +37,7 @@ def parameter_slices(chunk: Any, vocabulary: int) -> Iterator[ParameterSlice]:
         chunk: GPTModel of any layout, unwrapped.
         vocabulary: Rows of the embedding that are no padding.
     """
-    for local_name, parameter in chunk.named_parameters():
+    for local_name, parameter in named_weights(chunk):
         name = global_name(local_name, chunk)
         if name == _OUTPUT and chunk.share_embeddings_and_output_weights:
             name = _EMBEDDING  # the last pipeline stage has a copy of it

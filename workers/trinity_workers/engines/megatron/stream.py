@@ -23,6 +23,7 @@ from .weights import WeightMapping, local_mapping
 # Experts of local layers are `local_experts.N.`; Transformer Engine's grouped ones end in
 # `weightN`.
 _EXPERT = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)")
+EXPERT_BIAS = ".router.expert_bias"
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 
 
@@ -61,7 +62,7 @@ class WeightStream:
         self._mapping = mapping
         self._device = device
         self._local_experts = _local_experts(chunks[0])
-        self._parameters = [dict(chunk.named_parameters()) for chunk in chunks]
+        self._parameters = [dict(named_weights(chunk)) for chunk in chunks]
         self._groups = chunks[0].pg_collection
         self._stages = self._groups.pp
         self._stage = self._stages.rank()
@@ -154,7 +155,7 @@ def load_folder(
     """
     reader = FolderReader(folder)
     for chunk in chunks:
-        for local_name, parameter in chunk.named_parameters():
+        for local_name, parameter in named_weights(chunk):
             name = global_name(local_name, chunk)
             sources = mapping.huggingface_names(name)
             if set(sources) <= absent:
@@ -184,7 +185,7 @@ def local_shards(
     A slice that contains only vocabulary padding is left out.
     """
     for chunk in chunks:
-        for local_name, parameter in chunk.named_parameters():
+        for local_name, parameter in named_weights(chunk):
             name = global_name(local_name, chunk)
             if tied and name == "output_layer.weight":
                 continue
@@ -205,6 +206,17 @@ def local_shards(
                     yield LocalShard(hf_name, tensor, tuple(shape), tuple(offsets))
 
 
+def named_weights(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the chunk's tensors that have a Hugging Face name, by their local name.
+
+    They are its parameters, and the biases by which experts are chosen, which are not trained.
+    """
+    yield from chunk.named_parameters()
+    for name, buffer in chunk.named_buffers():
+        if name.endswith(EXPERT_BIAS):
+            yield name, buffer
+
+
 def global_name(name: str, chunk: Any) -> str:
     """Return the parameter's name with layer and expert numbers of the whole model, from 0."""
     first_expert = chunk.pg_collection.ep.rank() * _local_experts(chunk)
@@ -217,14 +229,14 @@ def shard_group(name: str, groups: Any) -> dist.ProcessGroup:
     return group
 
 
-def partition_dim(parameter: torch.nn.Parameter) -> int:
+def partition_dim(parameter: torch.Tensor) -> int:
     """Return the dimension along which shards are cut; -1 if each rank has the whole parameter."""
     split = bool(getattr(parameter, "tensor_model_parallel", False))
     return int(getattr(parameter, "partition_dim", -1)) if split else -1
 
 
 def _entry(
-    stage: int, index: int, name: str, parameter: torch.nn.Parameter, chunk: Any
+    stage: int, index: int, name: str, parameter: torch.Tensor, chunk: Any
 ) -> ParameterEntry:
     return ParameterEntry(
         stage=stage,

@@ -14,7 +14,18 @@ from typing import Any, Protocol
 import torch
 
 from ...learning.value_head import head_tensors
+from .deepseek import is_deepseek
 from .model import has_experts, padded_vocabulary
+
+# Norms of local layers, by the names that they have where they are fused with the layer after them.
+_NORMS = {".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight"}
+_DENSE_NORMS = _NORMS | {".pre_mlp_layernorm.weight": ".mlp.linear_fc1.layer_norm_weight"}
+_LATENT_NORMS = {
+    f".self_attention.{latent}_layernorm.weight": (
+        f".self_attention.linear_{latent}_up_proj.layer_norm_weight"
+    )
+    for latent in ("q", "kv")
+}
 
 
 class WeightMapping(Protocol):
@@ -36,7 +47,7 @@ class WeightMapping(Protocol):
         ...
 
     def split(
-        self, name: str, whole: torch.Tensor, parameter: torch.nn.Parameter, parts: int
+        self, name: str, whole: torch.Tensor, parameter: torch.Tensor, parts: int
     ) -> Sequence[torch.Tensor]:
         """Return the shards of a parameter over ``parts`` tensor-parallel ranks."""
         ...
@@ -105,7 +116,9 @@ class _MBridge:
         )
         self._bridge.vocab_size = hf.vocab_size
         self._bridge.padded_vocab_size = padded_vocabulary(hf.vocab_size, vocabulary_parts)
-        self._experts = has_experts(hf)
+        self._norms = _NORMS if has_experts(hf) else _DENSE_NORMS
+        if is_deepseek(hf):
+            self._norms = _LATENT_NORMS
 
     def huggingface_names(self, name: str) -> list[str]:
         names: list[str] = self._bridge._weight_name_mapping_mcore_to_hf(self._known(name))
@@ -119,7 +132,7 @@ class _MBridge:
         return list(zip(*self._bridge._weight_to_hf_format(self._known(name), whole), strict=True))
 
     def split(
-        self, name: str, whole: torch.Tensor, parameter: torch.nn.Parameter, parts: int
+        self, name: str, whole: torch.Tensor, parameter: torch.Tensor, parts: int
     ) -> Sequence[torch.Tensor]:
         shards: Sequence[torch.Tensor] = self._bridge._weight_split_across_tp(
             self._known(name), whole, parameter, parts
@@ -138,11 +151,8 @@ class _MBridge:
 
     def _known(self, name: str) -> str:
         """Return the name that the parameter has in fused layers, which mbridge knows."""
-        name = name.replace(
-            ".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight"
-        )
-        if not self._experts:
-            name = name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
+        for local, fused in self._norms.items():
+            name = name.replace(local, fused)
         return re.sub(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight", r".\2.weight\1", name)
 
 
