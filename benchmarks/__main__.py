@@ -27,6 +27,7 @@ from . import (
     fused_loss,
     growth,
     latency,
+    megatron_learning,
     megatron_memory,
     megatron_reshard,
     megatron_stream,
@@ -71,6 +72,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "engines_learning": engines_learning,
     "megatron_reshard": megatron_reshard,
     "megatron_memory": megatron_memory,
+    "megatron_learning": megatron_learning,
     "fused_loss": fused_loss,
 }
 SIZES = ("tiny", "small", "full")

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
-from typing import Any
-
-import torch
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trinity_schemas import Sampling, StepRef
 from trinity_workers.config.train_config import TrainConfig
-from trinity_workers.engines.state_files import read_state
 from trinity_workers.learning.policy import encode_prompt
 from trinity_workers.rollout_engines.base import GenerationRequest
 from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine
@@ -75,23 +68,3 @@ class Ruler:
             rewarded=rewarded / len(generations),
             answers=len(generations),
         )
-
-
-def load_shards(model: PreTrainedModel, folder: Path, ranks: int) -> None:
-    """Load the model's shards of all ranks of a checkpoint, in this process alone."""
-    # It warns of each shard that it reads without a process group.
-    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
-    states = [
-        read_state(folder / f"model_world_size_{ranks}_rank_{rank}.pt") for rank in range(ranks)
-    ]
-    model.load_state_dict({name: _whole([state[name] for state in states]) for name in states[0]})
-
-
-def _whole(shards: list[Any]) -> torch.Tensor:
-    """Return a tensor that FSDP cut by rows; a plain one is the same on every rank."""
-    first: torch.Tensor = shards[0]
-    if not isinstance(first, DTensor):
-        return first
-    rows = torch.cat([shard.to_local() for shard in shards])
-    assert rows.shape == first.shape, "FSDP shards by rows"
-    return rows

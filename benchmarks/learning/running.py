@@ -110,9 +110,10 @@ def _measured_checkpoints(config: TrainConfig, folder: Path) -> list[Measured]:
     import torch
 
     from trinity_events.checkpoints.layout import final_name
+    from trinity_workers.conversion.convert import convert
     from trinity_workers.learning.policy import load_policy
 
-    from .held_out import Ruler, load_shards
+    from .held_out import Ruler
 
     torch.set_num_threads(1)
     model, tokenizer = load_policy(Path(config.model.path or folder / "model"))
@@ -120,6 +121,7 @@ def _measured_checkpoints(config: TrainConfig, folder: Path) -> list[Measured]:
     curve = [ruler.measure(model, 0)]
     for step in range(1, config.steps + 1):
         if config.is_save_step(step):
-            load_shards(model, folder / final_name(step) / "actor", config.trainer.rank_count)
-            curve.append(ruler.measure(model, step))
+            whole = folder / f"whole-{step}"
+            convert(folder / final_name(step) / "actor", whole)
+            curve.append(ruler.measure(load_policy(whole)[0], step))
     return curve
