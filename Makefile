@@ -9,9 +9,9 @@ SIZE_BY_INDEX = With torch's build for CPUs, 0.5 GB are downloaded and 1.8 GB in
 SIZE_OF_PIPS = On Linux 3 GB are downloaded, most of it CUDA; without: make setup TORCH_INDEX=URL
 VENV := .venv
 BIN := $(VENV)/bin
-# Processes of pytest-xdist, whose tests run side by side; 0 runs one test at a time. They keep two cores busy:
-# light tests wait more than they compute, and whole runs wait too while their processes start and end.
-WORKERS ?= 3
+# Processes of pytest-xdist, whose tests run side by side; 0 runs one test at a time. Together they keep two cores
+# busy: light tests wait more than they compute, and whole runs wait too while their processes start and end.
+WORKERS ?= 2
 HEAVY_WORKERS ?= 2
 LIGHT_TESTS = -n $(WORKERS) --dist worksteal
 # By files in their order, the longest of which come first, so that the tests of a file share its runs.
@@ -40,9 +40,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/trinity-events demo
 
+# Both at once: a whole run leaves a third of two cores idle. The heavy tests' report follows the light ones'.
 test: compiled
-	$(BIN)/pytest $(LIGHT_TESTS) -m "not heavy and not nightly"
-	$(BIN)/pytest $(HEAVY_TESTS) -m "heavy and not nightly"
+	$(BIN)/pytest $(HEAVY_TESTS) -m "heavy and not nightly" > .heavy-tests.log 2>&1 & heavy=$$!; \
+	$(BIN)/pytest $(LIGHT_TESTS) -m "not heavy and not nightly"; light=$$?; \
+	wait $$heavy; heavy=$$?; cat .heavy-tests.log; exit $$((light | heavy))
 
 # Every test, the long forms too, in a random order, and then every file alone. It goes on after a failure.
 # make nightly ARGS=--randomly-seed=1234 repeats an order, which pytest prints.
@@ -51,6 +53,7 @@ nightly:
 
 shuffled: shuffled-light shuffled-heavy
 
+shuffled-light: WORKERS = 3
 shuffled-light: compiled
 	$(BIN)/pytest $(LIGHT_TESTS) -p randomly $(ARGS) -m "not heavy"
 

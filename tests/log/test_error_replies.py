@@ -18,7 +18,7 @@ from trinity_events.server import Deadline, connect, connect_sync, open_client
 pytestmark = pytest.mark.server
 
 NOWHERE = 1
-GIVEN_UP = 8.0
+GIVEN_UP = 4.0
 """Seconds after which clients have given up on a replica, which may become a primary."""
 REFUSING = {
     "OOM command not allowed .*: it is full; raise its maxmemory": ("CONFIG SET", "maxmemory", 1),

@@ -26,7 +26,10 @@ IN_THE_SUITE = (
 )
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part",
+    [0, 1, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(2, PARTS))],
+)
 def test_nothing_goes_wrong_under_any_seed(part):
     for seed in range(part, SEEDS, PARTS):
         assert not simulate(draw(seed)), f"see: python -m tests.simulation --seed {seed}"
