@@ -179,9 +179,11 @@ def spread_state(optimizers, parameter, kind):
 @pytest.mark.parametrize(
     ("saved_at", "loaded_at", "options"),
     [
-        ((2, TENSOR), (1, ONE), {}),
+        pytest.param((2, TENSOR), (1, ONE), {}, marks=pytest.mark.nightly),
         ((2, PIPELINE), (2, TENSOR), {}),
-        ((2, TENSOR), (2, PIPELINE), {"dtype": torch.bfloat16}),
+        pytest.param(
+            *((2, TENSOR), (2, PIPELINE), {"dtype": torch.bfloat16}), marks=pytest.mark.nightly
+        ),
         ((4, BOTH), (2, TENSOR), {"dtype": torch.bfloat16}),
     ],
 )
@@ -231,11 +233,11 @@ def test_bfloat16_with_float32_masters_goes_on_to_the_bit_at_its_layout(engine_r
 @pytest.mark.parametrize(
     ("saved_at", "loaded_at"),
     [
-        ((2, TENSOR), (2, TENSOR)),
-        ((2, TENSOR), (1, ONE)),
+        pytest.param((2, TENSOR), (2, TENSOR), marks=pytest.mark.nightly),
+        pytest.param((2, TENSOR), (1, ONE), marks=pytest.mark.nightly),
         ((2, TENSOR), (2, PIPELINE)),
         ((2, PIPELINE), (4, BOTH)),
-        ((4, BOTH), (1, ONE)),
+        pytest.param((4, BOTH), (1, ONE), marks=pytest.mark.nightly),
     ],
 )
 def test_a_checkpoint_of_one_layout_goes_on_at_another_as_if_nothing_had_been(
@@ -493,7 +495,9 @@ def seed_one(rank, number, seed):
         seed_all(rank, seed)
 
 
-@pytest.mark.parametrize(("world", "layout"), [(2, PIPELINE), (1, ONE)])
+@pytest.mark.parametrize(
+    ("world", "layout"), [(2, PIPELINE), pytest.param(1, ONE, marks=pytest.mark.nightly)]
+)
 def test_at_another_layout_every_rank_keeps_its_own_random_states(
     engine_ranks, tmp_path, world, layout
 ):

@@ -106,7 +106,13 @@ def test_a_mixture_of_experts_learns_what_it_does_on_one_rank(
         assert losses == pytest.approx(alone, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("layout", [ParallelLayout(tensor=2), ParallelLayout(pipeline=2)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(tensor=2),
+        pytest.param(ParallelLayout(pipeline=2), marks=pytest.mark.nightly),
+    ],
+)
 def test_bfloat16_learns_what_float32_does(losses_alone, batches, engine_ranks, layout):
     ranks = engine_ranks("qwen3", 2, layout, optimizer(), BFLOAT16)
     for losses in losses_of(ranks, batches, layout):
@@ -117,7 +123,7 @@ def test_bfloat16_learns_what_float32_does(losses_alone, batches, engine_ranks, 
 @pytest.mark.parametrize(
     ("name", "world", "layout"),
     [
-        ("qwen2", 2, ParallelLayout(tensor=2)),
+        pytest.param("qwen2", 2, ParallelLayout(tensor=2), marks=pytest.mark.nightly),
         ("qwen2", 2, ParallelLayout(pipeline=2)),
         ("llama", 2, ParallelLayout(tensor=2)),
     ],
@@ -170,10 +176,10 @@ def spoil_one_step(rank, batches, spoiled_rank: int) -> tuple[list[float], bool]
 @pytest.mark.parametrize(
     ("name", "layout", "values", "options"),
     [
-        ("qwen3", ParallelLayout(), {}, BFLOAT16),
+        pytest.param("qwen3", ParallelLayout(), {}, BFLOAT16, marks=pytest.mark.nightly),
         ("qwen3", ParallelLayout(), {"distributed": True}, {}),
         ("qwen3", ParallelLayout(pipeline=2), {}, {}),
-        ("qwen3", ParallelLayout(tensor=2), {}, {}),
+        pytest.param("qwen3", ParallelLayout(tensor=2), {}, {}, marks=pytest.mark.nightly),
         ("qwen3-moe", ParallelLayout(expert=2), {}, {}),
     ],
 )

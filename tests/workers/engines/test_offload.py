@@ -148,10 +148,15 @@ CASES = {
     "sequence": (ParallelLayout(tensor=2, sequence_parallel=True), RATE, {}),
     "distributed": (ParallelLayout(), OptimizerOptions(learning_rate=1e-2, distributed=True), {}),
 }
+LONG = {"float32", "context"}
+"""Cases that are left to ``make nightly``."""
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.nightly if case in LONG else ()) for case in CASES],
+)
 def test_megatron_trains_alike_with_its_idle_memory_away(engine_ranks, case, tmp_path):
     layout, optimizer, options = CASES[case]
     batches = [at.padded_batch(seed) for seed in range(2)]

@@ -141,11 +141,11 @@ def upload(rank, where, step, kind=Synchronizer, sharded=False):
 @pytest.mark.parametrize(
     ("name", "world", "layout", "sharded"),
     [
-        ("qwen2", 2, TENSOR, False),
+        pytest.param("qwen2", 2, TENSOR, False, marks=pytest.mark.nightly),
         ("llama", 2, PIPELINE, False),
-        ("qwen3-moe", 2, EXPERTS, False),
+        pytest.param("qwen3-moe", 2, EXPERTS, False, marks=pytest.mark.nightly),
         ("qwen3", 4, ParallelLayout(tensor=2, pipeline=2), False),
-        ("llama", 2, TENSOR, True),
+        pytest.param("llama", 2, TENSOR, True, marks=pytest.mark.nightly),
         ("qwen3-moe", 2, EXPERTS, True),
         ("qwen3", 4, ParallelLayout(tensor=2, pipeline=2), True),
     ],

@@ -95,10 +95,10 @@ def trained(rank_processes, make_config):
 @pytest.mark.parametrize(
     ("world", "settings"),
     [
-        (2, {}),
+        pytest.param(2, {}, marks=pytest.mark.nightly),
         (2, {"pipeline_parallel": 2, "recompute": True}),
         (4, {"tensor_parallel": 2, "distributed_optimizer": True}),
-        (2, {"context_parallel": 2}),
+        pytest.param(2, {"context_parallel": 2}, marks=pytest.mark.nightly),
         (4, {"context_parallel": 2, "sequence_parallel": True, "distributed_optimizer": True}),
     ],
 )
@@ -116,7 +116,7 @@ def test_training_on_megatron_is_training_on_fsdp(trained, run_id, world, settin
 @pytest.mark.parametrize(
     ("world", "settings"),
     [
-        (1, {"micro_batch_rows": 3}),
+        pytest.param(1, {"micro_batch_rows": 3}, marks=pytest.mark.nightly),
         (2, {"pipeline_parallel": 2, "micro_batch_tokens": 40}),
         (4, {"tensor_parallel": 2, "micro_batch_tokens": 30}),
     ],
@@ -158,7 +158,10 @@ def test_a_teacher_on_megatron_teaches_what_it_teaches_on_fsdp(trained, run_id, 
             torch.testing.assert_close(value, expected_weights[name], atol=5e-4, rtol=0)
 
 
-@pytest.mark.parametrize("parallel", ["tensor_parallel", "pipeline_parallel"])
+@pytest.mark.parametrize(
+    "parallel",
+    ["tensor_parallel", pytest.param("pipeline_parallel", marks=pytest.mark.nightly)],
+)
 def test_a_policy_in_bfloat16_learns_as_one_in_float32_and_is_published_so(
     trained, run_id, parallel
 ):
