@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM
 
-from tests.support.run_processes import ended
+from tests.support.run_processes import ended, small_run
 from tests.support.waits import wait_until
 from trinity_events.checkpoints.layout import parse_final_name
 from trinity_events.core.file_versions import WEIGHTS_SAVE
@@ -27,16 +27,23 @@ OF_A_CHECKPOINT = {
 
 
 @pytest.mark.parametrize("engine", ["fsdp", pytest.param("megatron", marks=pytest.mark.nightly)])
-def test_explorers_load_versions_from_files_and_so_does_one_that_joins_late(processes, engine):
+def test_explorers_load_versions_from_files_and_so_does_one_that_joins_late(
+    processes, policy_folder, engine
+):
     if engine == "megatron":
         pytest.importorskip("megatron.core")
     processes.start("reducer")
     first = processes.start("explorer", "--rank", "0")
-    trainer = processes.start(
-        *("train", "--parts", "trainer", "--json", "--set", "sync.method=checkpoint"),
-        *("--set", f"trainer.engine={engine}", "--set", "explorer.count=2"),
-        *("--set", f"steps={STEPS}", "--set", f"checkpoints.interval={INTERVAL}"),
+    file = small_run(
+        processes.folder,
+        policy_folder,
+        steps=STEPS,
+        sync={"method": "checkpoint"},
+        trainer={"engine": engine, "ranks": 2},
+        explorer={"count": 2},
+        checkpoints={"interval": INTERVAL},
     )
+    trainer = processes.start("train", str(file), "--parts", "trainer", "--json")
     processes.wait_for_announcements(3, trainer)
     first.kill()  # the trainer waits for the late one, which answers the rest
     late = processes.start("explorer", "--rank", "1", "--json")

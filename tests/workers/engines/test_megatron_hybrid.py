@@ -43,9 +43,9 @@ VERSION = StepRef(epoch=1, step=3)
 SMALL_BUCKET = 1024
 
 CASES = [
-    ("qwen2", 2, SPLIT, 1),
+    pytest.param("qwen2", 2, SPLIT, 1, marks=pytest.mark.nightly),
     ("qwen2", 2, ParallelLayout(), 2),
-    ("qwen2", 2, ParallelLayout(pipeline=2), 2),
+    pytest.param("qwen2", 2, ParallelLayout(pipeline=2), 2, marks=pytest.mark.nightly),
     ("qwen3-moe", 2, ParallelLayout(expert=2), 1),
     ("llama", 4, SPLIT, 4),
     ("qwen2", 4, ParallelLayout(tensor=2, context=2, sequence_parallel=True), 2),

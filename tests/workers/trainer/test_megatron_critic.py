@@ -46,6 +46,8 @@ LAYOUTS = {
     "TP 2 SP x CP 2": (4, ParallelLayout(tensor=2, context=2, sequence_parallel=True)),
     "PP 2 x CP 2": (4, ParallelLayout(pipeline=2, context=2)),
 }
+SHORT = {"TP 2", "PP 2", "TP 2 SP x CP 2"}
+"""Layouts of ``make test``; one of each kind."""
 MODEL = "qwen2"
 STEPS = 2
 
@@ -210,7 +212,10 @@ def plain(critic_folder):
     )
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in SHORT else pytest.mark.nightly) for name in LAYOUTS],
+)
 def test_values_losses_norms_and_weights_are_those_of_plain_torch(
     rank_group, megatron_folder, critic_folder, plain, name
 ):
