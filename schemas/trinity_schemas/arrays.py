@@ -34,6 +34,7 @@ class TypedArray(Struct, frozen=True, eq=False, gc=False):
     data: _Data
 
     def __post_init__(self) -> None:
+        # A sender chooses both: else ``len`` and ``view`` might differ.
         if len(self.data) != self.length * _SIZES[self.dtype]:
             raise ArrayDamaged(self.dtype, self.length, len(self.data))
 
@@ -49,9 +50,11 @@ class TypedArray(Struct, frozen=True, eq=False, gc=False):
             try:
                 packed = array(_FORMATS[dtype], values)
             except OverflowError:
+                # The type is too narrow for a value, such as an id of 65,536 or more: the next one.
                 continue
             except TypeError as error:
                 raise ArrayValuesRefused(cls.dtypes, str(error)) from None
+            # The wire is little-endian, and ``array`` packs in the order of the host.
             if sys.byteorder != "little":
                 packed.byteswap()
             return cls(dtype, len(packed), packed.tobytes())
@@ -61,6 +64,7 @@ class TypedArray(Struct, frozen=True, eq=False, gc=False):
     def view(self) -> memoryview:
         """Values as a one-dimensional buffer, for ``numpy.asarray`` or an index, without a copy."""
         data = self.data
+        # The one copy: such hosts cannot read the bytes of the message as they are.
         if sys.byteorder != "little":
             swapped = array(_FORMATS[self.dtype], data)
             swapped.byteswap()
@@ -85,10 +89,12 @@ class TypedArray(Struct, frozen=True, eq=False, gc=False):
 
     def __eq__(self, other: object) -> bool:
         """Return True for an array or a list of equal values."""
+        # By value: ids that fit into two bytes may come in four.
         if isinstance(other, TypedArray):
             return self.view == other.view
         return self.view.tolist() == other if isinstance(other, list) else NotImplemented
 
+    # Equal arrays may have other bytes, so that a hash would have to read all values.
     __hash__ = None  # type: ignore[assignment]
 
 

@@ -106,6 +106,7 @@ _entries = msgspec.msgpack.Decoder(tuple[TensorEntry, ...])
 _requests = msgspec.msgpack.Decoder(RolloutRequest)
 _experiences = msgspec.msgpack.Decoder(Experience)
 _references = msgspec.msgpack.Decoder(ExperienceReference)
+# At least the prompt, and a turn of the policy.
 _turns = msgspec.msgpack.Decoder(list[Annotated[list[Turn], msgspec.Meta(min_length=2)]])
 _reward_errors = msgspec.msgpack.Decoder(RewardErrorReported)
 _experience_senders = msgspec.msgpack.Decoder(ExperienceSender)
@@ -123,6 +124,7 @@ def encode(message: msgspec.Struct) -> bytes:
         ContractError: The message is above its limit of bytes, has text that is not UTF-8 (as
             names of files may be), or holds a tensor in place of a number.
     """
+    # Of an envelope the event: its name is what an error is to name.
     payload = _encoded(message, type(getattr(message, "event", message)).__name__)
     # A manifest has an entry for each tensor, and lies in no log.
     manifest = isinstance(message, WeightManifest | EncodedManifest)
@@ -203,6 +205,7 @@ def encode_turns(group: Items[Experience]) -> bytes:
         ContractError: A turn holds a tensor in place of a number.
     """
     prompt = group[0].turns[0]
+    # Only a prompt that is equal to the first one is left out.
     turns = [
         [NO_PROMPT, *sample.turns[1:]] if index and sample.turns[0] == prompt else sample.turns
         for index, sample in enumerate(group)
@@ -221,6 +224,7 @@ def decode_turns(
     expected = f"the turns of {len(references)} samples"
     try:
         turns = _turns.decode(payload)
+        # An explorer writes references and payload apart: one may be of another group.
         if len(turns) != len(references):
             raise MessageUndecodable(expected, f"they are those of {len(turns)}")
         first = turns[0][:1]
@@ -241,6 +245,7 @@ def decode_reward_error(payload: bytes) -> RewardErrorReported:
 
 def to_json(message: msgspec.Struct) -> dict[str, Any]:
     """Return the message as plain dictionaries and lists, for ``--json`` and exports."""
+    # A struct becomes a dictionary; the type of `to_builtins` cannot say so.
     built = msgspec.to_builtins(message)
     assert isinstance(built, dict)
     return built

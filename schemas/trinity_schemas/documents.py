@@ -59,10 +59,12 @@ def lagging(root: Path) -> list[Path]:
 def write(root: Path) -> None:
     """Write the files that differ from the contract, and remove those that are no part of it."""
     files = {root / FOLDER / name: text for name, text in message_documents().items()}
+    # Files that are right stay untouched, so that a build sees no change.
     for path, text in (files | _page(root)).items():
         if _read(path) != text:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
+    # An event that was removed would else leave its schema.
     for path in set((root / FOLDER).glob("*.json")) - files.keys():
         path.unlink()
 

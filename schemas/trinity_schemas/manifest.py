@@ -216,6 +216,7 @@ def _checked_end(entries: tuple[TensorEntry, ...], *, based: bool) -> int:
 
 
 def _check_shard(tensor: TensorEntry) -> None:
+    # A reader copies by these indices: a shard beyond its whole would be written past its target.
     whole, begins = tensor.global_shape, tensor.begins
     fits = (
         whole is not None
@@ -236,6 +237,7 @@ def _check_encoding(tensor: TensorEntry, *, based: bool) -> None:
             raise ManifestContradiction("stored", tensor.name)
     elif not based:
         raise ManifestContradiction("base", tensor.name, tensor.encoding)
+    # What a delta gives is compared as a whole: a wrong base would else stay unseen.
     elif tensor.digest is None:
         raise ManifestContradiction("digest", tensor.name, tensor.encoding)
     elif tensor.encoding == "skip" and tensor.stored:

@@ -88,6 +88,7 @@ class ProbeArray(Struct, frozen=True, kw_only=True):
 
     def to_rows(self) -> list[list[float]]:
         """Return its rows."""
+        # (sequences * tokens,): the shape was checked when it was decoded.
         values: array.array[float] = array.array(_CODES[self.dtype], self.data)
         if sys.byteorder == "big":
             values.byteswap()
@@ -111,6 +112,7 @@ class Probes(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         count, length = self.tokens.shape
+        # The first token of a sequence has no log-probability: nothing comes before it.
         expected = ("int32", "float32", (count, length - 1))
         actual = (self.tokens.dtype, self.logprobs.dtype, self.logprobs.shape)
         if actual != expected:

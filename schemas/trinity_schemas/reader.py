@@ -24,6 +24,7 @@ class _Six(Struct, gc=False, forbid_unknown_fields=True):
 _SIX = 0x86
 """First byte of a MessagePack map of six items: each field is there once."""
 
+# A longer sender is not refused: it is decoded again each time.
 _LONGEST = 4096
 """Bytes of the longest sender that is remembered; known fields take less."""
 
@@ -47,14 +48,16 @@ class EnvelopeReader:
     def decode(self, payload: bytes) -> Envelope:
         """Decode one log entry. Raises as :func:`decode_envelope` does."""
         if len(payload) > MAX_EVENT_BYTES:
-            return decode_envelope(payload)
+            return decode_envelope(payload)  # which raises the error of its size
         try:
             six = _decode(payload)
         except UNREADABLE:
             return decode_envelope(payload)
+        # Another header: a field comes twice, or the map has an unusual encoding.
         if payload[0] != _SIX:
             return decode_envelope(payload)
         met = self._met.get(bytes(six.producer))
+        # The run was checked with the sender: another one is to be checked, too.
         if met is None or met[0] != six.run_id:
             return self._meet(payload, six.producer)
         return Envelope(
@@ -70,6 +73,7 @@ class EnvelopeReader:
         envelope = decode_envelope(payload)
         if len(bytes(sender)) > _LONGEST:
             return envelope  # Fields of a later version must not fill the memory.
+        # Cleared whole: a run has far fewer senders, and an order of use would cost each entry.
         if len(self._met) >= self._most:
             self._met.clear()
         self._met[bytes(sender)] = (envelope.run_id, envelope.producer)

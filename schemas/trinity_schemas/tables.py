@@ -52,6 +52,7 @@ class _Tables:
     def section(self, title: str, name: str, level: int) -> Iterator[str]:
         schema = self.schemas[name]
         yield from ("", f"{'#' * level} {title}", "", self.get_description(name))
+        # The tag is the title of an event's section.
         fields = {name: field for name, field in schema["properties"].items() if name != "type"}
         if fields:
             yield from ("", "| field | type | default | meaning |", "|---|---|---|---|")
@@ -96,6 +97,7 @@ class _Tables:
                 return f"number, {least:,} or more"
             case {"type": str(plain)}:
                 return plain
+            # A field of a new form fails the generator, before a page lacks it.
             case other:
                 raise ValueError(f"no words for the schema {other}")
 

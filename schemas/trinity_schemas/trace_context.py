@@ -59,7 +59,9 @@ def trace_of(run_id: str, epoch: int, incarnation: str, event: Event) -> Trace |
     version = version_of(epoch, event)
     if version is None:
         return None
+    # A part and an application are spans of their senders; other events are in the step's root.
     own = isinstance(event, VersionPartPublished | WeightsApplied)
     trace = trace_id(run_id, version)
     sender = span_id(trace, f"{incarnation}/{event_tag(event)}" if own else ROOT)
+    # Version 00 of the format; the flag 01 says that the trace is sampled.
     return Trace(traceparent=f"00-{trace}-{sender}-01")

@@ -300,8 +300,8 @@ class RolloutEngine(TurnGenerator, Protocol):
     async def install(self, ready: StepReady) -> None:
         """Serve a weight version, from a token boundary of unfinished turns on.
 
-        `pause_mode` of the engine's options tells how those turns go on. Under `finish` there is no
-        such boundary: the version waits for their end.
+        `pause_mode` of the engine's options tells how those turns continue. Under `wait` there is
+        no such boundary: the version waits for their end.
 
         Raises as :meth:`trinity_events.Synchronizer.apply`. Afterwards `serves` tells whether the
         earlier version is still whole; if so, unfinished turns go on with it.
