@@ -113,6 +113,7 @@ def read_config(
         BadSettings: If the file or its base cannot be read at all.
     """
     reading = _Reader(path)
+    # The base first, over which the file is laid.
     for file, content in reversed(_with_bases(path)):
         reading.read(file, content)
     reading.overlay(settings)
@@ -208,6 +209,7 @@ class _Reader:
             try:
                 field.converted(value)
             except ValueError:
+                # A text that looks like a number, such as the name of a run.
                 value = setting.text if _fits(path, setting.text) else value
         self._take(setting.path, value, setting.origin, Path.cwd())
 

@@ -1,4 +1,10 @@
-"""Gate between the tokens of a generation, where it stands still while the engine is paused."""
+"""Gate between the tokens of a generation, where it stands still while the engine is paused.
+
+1. :meth:`Gate.pause` and :meth:`Gate.hold` return once nothing moves: a block that moves stands
+   still at its next :meth:`Gate.stop_over`, or ends.
+2. A pause ends by :meth:`Gate.resume` or by its lease. Neither of them ends a hold.
+3. A hold with ``end`` is counted before it waits, so that each block that began before it ends.
+"""
 
 from __future__ import annotations
 
@@ -73,6 +79,7 @@ class Gate:
         """Stand still while the gate is closed; for the block that is moving."""
         with self._changed:
             if self._is_closed():
+                # Left first: what closed the gate waits until nothing moves.
                 self._leave()
                 self._enter()
 
@@ -82,6 +89,7 @@ class Gate:
             with self._waits.waiting(what):
                 while self._is_closed():
                     remaining = self._paused_until - time.monotonic()
+                    # The end of a hold notifies; that of a lease is a moment on the clock.
                     self._changed.wait(None if self._holds else max(remaining, 0.0))
         self._moving += 1
 

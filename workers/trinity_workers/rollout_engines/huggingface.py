@@ -92,7 +92,7 @@ class HuggingFaceEngine:
         self.serves = serves
         self.deterministic = deterministic
         self.pause_mode = pause_mode
-        model.train(False)
+        model.train(False)  # no dropout, such as that of adapters
         self._model = model
         self._versioned = adapter_tree(model) or model
         """Module of the tensors that a version fills."""
@@ -275,6 +275,7 @@ class HuggingFaceEngine:
             try:
                 yield
             except BaseException:
+                # Half of the tensors may be of the new version: the next one is loaded whole.
                 self.serves = None
                 raise
             self.serves = StepRef(ready.epoch, ready.step)
@@ -282,6 +283,7 @@ class HuggingFaceEngine:
     @contextmanager
     def _paused(self, ready: StepReady) -> Iterator[None]:
         """Hold generation still for the block, and report that if it was serving."""
+        # Batches hold this lock to the end of their turns, for which `wait` waits.
         unfinished = self._generating if self.pause_mode == "wait" else nullcontext()
         if self.serves is None or self._synchronizer is None:
             with unfinished, self._gate.hold():
@@ -293,6 +295,7 @@ class HuggingFaceEngine:
             unfinished,
             self._gate.hold(end=mode == "abort"),
         ):
+            # Counted here, inside the hold: what it ended has ended.
             pause.aborted = self._aborted - aborted
             yield
 

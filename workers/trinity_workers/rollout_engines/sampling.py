@@ -87,7 +87,7 @@ class NoisySampler:
         if self._scales is not None:
             scaled = scaled * self._scales
         logprobs = self._truncate(scaled.log_softmax(dim=-1))
-        noise = self._noise(logits.shape[-1], place)
+        noise = self._noise(logits.shape[-1], place)  # (rows, vocabulary)
         if self._greedy is not None:
             noise = noise.masked_fill(self._greedy, 0.0)
         tokens = (logprobs + noise).argmax(dim=-1)
@@ -123,6 +123,7 @@ class NoisySampler:
             # An entry is in the nucleus if those before it have less than top_p together.
             before = probabilities.cumsum(dim=-1) - probabilities
             refused |= (before >= self._top_p) & (self._top_p < 1.0)
+        # The likeliest entry stays, so that no row is left without one.
         refused[:, 0] = False
         truncated = logprobs.masked_fill(refused.scatter(-1, order, refused), -torch.inf)
         # A row that keeps all entries keeps its bits: another row's settings do not touch it.

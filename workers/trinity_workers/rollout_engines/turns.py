@@ -53,10 +53,12 @@ class OpenTurn:
         stopped: Stopped | None = None,
     ) -> None:
         """Add the tokens of a row, up to the first end of sequence, stop string or the limit."""
+        # A batch continues until its last turn is over: this row may be longer than it may be.
         row = row[: self.limit - len(self.tokens)]
         end = next((place for place, token in enumerate(row) if token in ends), None)
         length = len(row) if end is None else end + 1
         self.finished = end is not None
+        # An end of sequence outranks the stop string that it completes.
         if stopped is not None and stopped.length <= length and end != stopped.length - 1:
             length, self.stop, self.finished = stopped.length, stopped.stop, True
         self.tokens += row[:length]
@@ -118,6 +120,7 @@ class StopFinder:
 
 def find_first_stop(text: str, stops: Sequence[str]) -> str | None:
     """Return the stop string that a text has first; None if it has none."""
+    # By place, then by text: the order in which the strings are listed decides nothing.
     places = [(text.find(stop), stop) for stop in stops]
     return min(((at, stop) for at, stop in places if at >= 0), default=(0, None))[1]
 

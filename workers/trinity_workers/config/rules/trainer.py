@@ -48,6 +48,7 @@ def _find_indivisible_ranks(values: Values) -> Contradictions:
             "sequence parallelism: set {trainer.sequence_parallel} true, or one of them 1",
         )
         return
+    # Without the ranks that share experts: for all other layers these are replicas.
     parts = tensor * trainer.pipeline_parallel * trainer.context_parallel
     sizes: tuple[str, ...]
     sizes = ("trainer.engine", "trainer.tensor_parallel", "trainer.pipeline_parallel")
