@@ -49,7 +49,7 @@ class Size(NamedTuple):
 SIZES = {
     "tiny": Size((256,), ("CP 2",), "30 s"),
     "small": Size((2048,), tuple(LAYOUTS)[1:], "2 min"),
-    "full": Size((2048, 4096), tuple(LAYOUTS)[1:], "4 min"),
+    "full": Size((4096,), tuple(LAYOUTS)[1:], "4 min"),
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .chart import Bar, bar_chart
-from .report import PERFORMANCE, ROOT, SPEED, PageBroken, read_reports
+from .report import MEGATRON, PERFORMANCE, ROOT, SPEED, PageBroken, read_reports
 
 _DOCS = ROOT / "docs"
 BEGIN = "<!-- summary: written by python -m benchmarks --pages -->"
@@ -58,13 +58,28 @@ _NODE_CAREFUL = _beside("weights_transports", _NODE.what, "Ray, used with care")
 _DELTA = Quote("weights_delta", f"{_LARGE}, 1.0% changed, bytes of a version")
 _FULL = _beside("weights_delta", _DELTA.what, "in full")
 
+_ROW = "bytes kept of 4,096 columns, "
+_LONG_ROW = {
+    "one rank": Quote("megatron_memory", f"{_ROW}one rank"),
+    "`context_parallel: 2`": Quote("megatron_memory", f"{_ROW}CP 2"),
+    "`context_parallel: 4`": Quote("megatron_memory", f"{_ROW}CP 4"),
+    "`tensor_parallel: 2`": Quote("megatron_memory", f"{_ROW}TP 2"),
+    "the same with `sequence_parallel`": Quote("megatron_memory", f"{_ROW}TP 2 with SP"),
+    "both, with `context_parallel: 2`": Quote("megatron_memory", f"{_ROW}TP 2 x CP 2 with SP"),
+}
+_LONG_ROW_PEER = _beside(
+    "megatron_memory", f"{_ROW}one rank", "megatron-core's attention, one rank"
+)
+
 
 class Figures:
     """Every figure that was kept, by what it is of."""
 
     def __init__(self) -> None:
         reports = [
-            report for place in (SPEED, PERFORMANCE) for report in read_reports(place.folder)
+            report
+            for place in (SPEED, PERFORMANCE, MEGATRON)
+            for report in read_reports(place.folder)
         ]
         self._reports = {report.name: report for report in reports}
 
@@ -202,6 +217,22 @@ def performance_summary(figures: Figures) -> str:
     )
 
 
+def memory_summary(figures: Figures) -> str:
+    """Write what a rank keeps of a long row for its backward pass."""
+    return "\n\n".join(
+        (
+            _table(
+                ("a row of 4,096 tokens on Megatron", "kept by a rank for the backward pass"),
+                ("---", "---"),
+                ("megatron-core's own attention, one rank", figures[_LONG_ROW_PEER]),
+                *((layout, figures[quote]) for layout, quote in _LONG_ROW.items()),
+            ),
+            "Counted on a small model without Transformer Engine: two layers, a width of 256, "
+            "float32, the fused loss ([how](megatron.md#what-a-version-costs-rank-0)).",
+        )
+    )
+
+
 def comparison(figures: Figures, docs: str) -> str:
     """Write what the project replaces, and why, in three lines; ``docs`` begins every link."""
     page = _DOCS / "reliability.md"
@@ -245,6 +276,7 @@ def written(figures: Figures) -> dict[Path, str]:
     summaries = {
         SPEED.page: speed_summary(figures),
         PERFORMANCE.page: performance_summary(figures),
+        _DOCS / "memory.md": memory_summary(figures),
         ROOT / "README.md": comparison(figures, "docs/"),
         _DOCS / "index.md": comparison(figures, ""),
     }
