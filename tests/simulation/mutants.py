@@ -40,15 +40,16 @@ class Change(NamedTuple):
 
 
 class Mutant(NamedTuple):
-    """One bug, what it is, and the most seeds that it may take to be found."""
+    """One bug, what it is, and the seeds of which one has to find it."""
 
     name: str
     changes: tuple[Change, ...]
-    within: int
+    seeds: range
 
 
-def _mutant(name: str, within: int, *changes: tuple[Any, str, str, str]) -> Mutant:
-    return Mutant(name, tuple(Change(*change) for change in changes), within)
+def _mutant(name: str, seeds: int | range, *changes: tuple[Any, str, str, str]) -> Mutant:
+    searched = seeds if isinstance(seeds, range) else range(seeds)
+    return Mutant(name, tuple(Change(*change) for change in changes), searched)
 
 
 MUTANTS = (
@@ -215,12 +216,12 @@ def _changed(change: Change) -> Any:
 
 
 def found_by(mutant: Mutant) -> str | None:
-    """What finds the bug first: a history, or one of as many seeds as it may take."""
+    """What finds the bug first: a history, or one of its seeds."""
     with planted(mutant):
         for number, plan in enumerate(HISTORIES, 1):
             if simulate(plan):
                 return f"history {number}"
-        for seed in range(mutant.within):
+        for seed in mutant.seeds:
             if simulate(draw(seed)):
                 return f"seed {seed}"
     return None
