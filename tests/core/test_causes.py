@@ -141,6 +141,7 @@ def test_a_wait_for_explorers_that_are_lost_names_them_and_not_their_absence():
     assert first(history, processes=stopped) == ("stopped", "explorer-2", None)
     sentences = [cause.sentence for cause in causes(history, processes=stopped)]
     assert not any("No explorer" in sentence for sentence in sentences)
+    assert sum("is stopped" in sentence for sentence in sentences) == 1
 
 
 def test_processes_that_wait_for_each_other_have_a_first_cause_too():

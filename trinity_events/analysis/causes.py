@@ -191,6 +191,8 @@ def find_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
     runs = set(_running_explorers(state))
     first = excluded if state.excluded.keys() >= runs else []
     lost = list(_check_lost_explorers(state, facts))
+    awaited = [_cause(end, state, facts) for end in ends]
+    named = {(cause.reason, cause.process) for cause in awaited}
     causes = [
         *_check_server(facts),
         # One cause, not two: the reducer of a launcher ends with it.
@@ -199,8 +201,13 @@ def find_causes(state: MonitorState, facts: LiveFacts) -> list[Cause]:
         # Lost explorers come first where none is left; else the run goes on without them.
         *([] if runs else lost),
         *first,
-        *(_cause(end, state, facts) for end in ends),
-        *_check_explorers(state, facts),
+        *awaited,
+        # An explorer that is waited for has its cause already, with the wait.
+        *(
+            cause
+            for cause in _check_explorers(state, facts)
+            if (cause.reason, cause.process) not in named
+        ),
         *lost,
         *_check_pauses(state, facts),
         *excluded,

@@ -273,14 +273,19 @@ function fillGroup(group, found, source, run, body) {
       h("span", { class: "muted" }, ` ${plural(length, "token")}${cut ? " ✂" : ""}`),
     );
   });
+  let newest = 0;
   const open = async (sample, button) => {
+    const opened = (newest += 1);
     for (const one of buttons) one.classList.toggle("on", one === button);
+    let view;
     try {
       const query = { step: found.step, ordinal: group.ordinal, sample };
-      place.replaceChildren(sampleView(await source.of(run, "sample", query)));
+      view = sampleView(await source.of(run, "sample", query));
     } catch (error) {
-      place.replaceChildren(h("p", { class: "callout" }, error.message));
+      view = h("p", { class: "callout" }, error.message);
     }
+    // Answers of the server may come in another order than the clicks.
+    if (opened === newest) place.replaceChildren(view);
   };
   body.append(h("div", { class: "sample-picks" }, buttons), place);
   const best = group.samples[group.best][0];
