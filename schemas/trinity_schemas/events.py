@@ -777,6 +777,13 @@ class WaitStarted(_Event, frozen=True):
     step: Annotated[Step | None, Meta(description="Step whose saves or weights it waits for.")] = (
         None
     )
+    is_outage: Annotated[
+        bool,
+        Meta(
+            description="True if it waits for something outside of the run, which fails: no "
+            "process is at fault."
+        ),
+    ] = False
 
 
 class WaitEnded(_Event, frozen=True):

@@ -34,6 +34,10 @@ OrdinalRanges = Annotated[
 DropReason = Annotated[
     Slug, Meta(description="Final reason, such as filtered, attempts or task-set.")
 ]
+LOOP_TAIL = 64
+"""Last tokens of an answer in which a loop is looked for; shorter answers have no time for one."""
+_LOOP_RUNS = 16
+"""Longest loop, in distinct runs of four tokens: a short sentence and its variations."""
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 """Largest finite float32, in which trainers compute; a larger float64 becomes infinite in it."""
 MAX_REWARD = 1e16
@@ -358,6 +362,16 @@ class Experience(ExperienceHeader, frozen=True, kw_only=True):
                 counts[version] = counts.get(version, 0) + count
         return dict(sorted(counts.items()))
 
+    @property
+    def ends_in_loop(self) -> bool:
+        """Return True if the last tokens of its last turn repeat few runs of four tokens."""
+        last = next(turn for turn in reversed(self.turns) if turn.role == "policy")
+        tail = last.tokens[-LOOP_TAIL:]
+        if len(tail) < LOOP_TAIL:
+            return False
+        runs = set(zip(tail, tail[1:], tail[2:], tail[3:], strict=False))
+        return len(runs) <= _LOOP_RUNS
+
 
 class PayloadAddress(Struct, frozen=True, kw_only=True):
     """Place of the tokens of an answer: those of all its samples, which are one payload."""
@@ -391,6 +405,13 @@ class ExperienceReference(ExperienceHeader, frozen=True, kw_only=True):
             "its number of tokens.",
         ),
     ]
+    ends_in_loop: Annotated[
+        bool | None,
+        Meta(
+            description="True if the last 64 tokens of its last turn have at most 16 different "
+            "runs of four; null if the explorer did not say."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -435,6 +456,7 @@ def refer(group: Sequence[Experience], payload: PayloadAddress) -> list[Experien
             payload=payload,
             tokens=sample.token_count,
             versions=[*sample.version_tokens.items()],
+            ends_in_loop=sample.ends_in_loop,
         )
         for sample in group
     ]

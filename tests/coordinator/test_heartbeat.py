@@ -20,6 +20,7 @@ class Log:
 
     def __init__(self):
         self.calls = []
+        self.leases = []
         self.faults = 0
         self.gate = threading.Event()
         self.gate.set()
@@ -28,6 +29,7 @@ class Log:
     def renew_heartbeat(self, incarnation, lease):
         with self.changed:
             self.calls.append("beat")
+            self.leases.append(lease)
             self.changed.notify_all()
             if self.faults:
                 self.faults -= 1
@@ -64,7 +66,7 @@ def teller():
 
 @pytest.fixture
 def heart(teller):
-    heart = Heartbeat.of(teller, LEASE)
+    heart = Heartbeat.of(teller)
     yield heart
     teller.backlog = 0
     teller.log.gate.set()
@@ -73,12 +75,12 @@ def heart(teller):
 
 def test_the_first_beat_is_heard_before_anything_is_said(heart, teller):
     """Invariant 1."""
-    with heart.active(teller, PATIENCE):
+    with heart.active(teller, LEASE, PATIENCE):
         assert teller.log.calls[0] == "beat"
 
 
 def test_it_beats_for_as_long_as_an_attempt_goes_on_and_then_rests(heart, teller):
-    with heart.active(teller, PATIENCE):
+    with heart.active(teller, LEASE, PATIENCE):
         teller.log.until(lambda calls: calls.count("beat") > 3)
         assert "rest" not in teller.log.calls
     assert heart.settle(PATIENCE)
@@ -86,8 +88,8 @@ def test_it_beats_for_as_long_as_an_attempt_goes_on_and_then_rests(heart, teller
 
 
 def test_it_goes_on_until_all_attempts_are_over(heart, teller):
-    with heart.active(teller, PATIENCE):
-        with heart.active(teller, PATIENCE):
+    with heart.active(teller, LEASE, PATIENCE):
+        with heart.active(teller, LEASE, PATIENCE):
             pass
         beats = len(teller.log.calls)
         teller.log.until(lambda calls: len(calls) > beats + 1)
@@ -97,8 +99,8 @@ def test_it_goes_on_until_all_attempts_are_over(heart, teller):
 def test_it_goes_on_until_all_that_was_said_is_in_the_log(teller):
     """Invariant 2."""
     # Many beats in a long lease: that it is patient for a lease only, is of no matter here.
-    heart = Heartbeat(teller, PATIENCE, beats_per_lease=1000)
-    with heart.active(teller, PATIENCE):
+    heart = Heartbeat(teller, beats_per_lease=1000)
+    with heart.active(teller, PATIENCE, PATIENCE):
         teller.backlog = 1
     over = len(teller.log.calls)
     teller.log.until(lambda calls: len(calls) > over + 1)
@@ -110,7 +112,7 @@ def test_it_goes_on_until_all_that_was_said_is_in_the_log(teller):
 
 def test_what_is_not_taken_for_a_whole_lease_keeps_nobody_alive(heart, teller):
     """Invariant 3."""
-    with heart.active(teller, PATIENCE):
+    with heart.active(teller, LEASE, PATIENCE):
         teller.backlog = 1  # for ever, as of a publisher that was closed
     assert heart.settle(PATIENCE)
     assert teller.log.calls.count("beat") > 3
@@ -119,7 +121,7 @@ def test_what_is_not_taken_for_a_whole_lease_keeps_nobody_alive(heart, teller):
 
 def test_a_server_that_does_not_hear_is_waited_for_with_what_is_left_to_tell(heart, teller):
     teller.log.faults = 10
-    with heart.active(teller, PATIENCE):
+    with heart.active(teller, LEASE, PATIENCE):
         teller.backlog = 1
     teller.log.until(lambda calls: calls.count("beat") > 10)
     assert "resting" not in teller.log.calls[:10]
@@ -127,20 +129,20 @@ def test_a_server_that_does_not_hear_is_waited_for_with_what_is_left_to_tell(hea
 
 
 def test_the_rest_of_an_old_attempt_does_not_undo_the_beat_of_a_new_one(heart, teller):
-    """Invariant 4."""
+    """Invariant 5."""
     teller.log.gate.clear()
-    with heart.active(teller, PATIENCE):
+    with heart.active(teller, LEASE, PATIENCE):
         pass
     teller.log.until(lambda calls: calls[-1] == "resting")
     threading.Timer(0.02, teller.log.gate.set).start()
-    with heart.active(teller, PATIENCE):
+    with heart.active(teller, LEASE, PATIENCE):
         calls = list(teller.log.calls)
         assert set(calls[calls.index("rest") + 1 :]) == {"beat"}
 
 
 def test_an_attempt_after_a_rest_is_beaten_for_anew(heart, teller):
     for _ in range(2):
-        with heart.active(teller, PATIENCE):
+        with heart.active(teller, LEASE, PATIENCE):
             pass
         assert heart.settle(PATIENCE)
     assert teller.log.calls.count("rest") == 2
@@ -149,20 +151,32 @@ def test_an_attempt_after_a_rest_is_beaten_for_anew(heart, teller):
 
 def test_beats_that_are_not_heard_are_tried_again_and_hold_no_save_up(heart, teller):
     teller.log.faults = 3
-    with heart.active(teller, 0.001):
+    with heart.active(teller, LEASE, 0.001):
         teller.log.until(lambda calls: calls.count("beat") > 4)
 
 
 def test_who_is_not_patient_begins_before_a_beat_is_heard(heart, teller):
     teller.log.faults = 3
-    with heart.active(teller, patience=0.0):
+    with heart.active(teller, LEASE, patience=0.0):
         assert not heart._heard
         teller.log.until(lambda calls: calls.count("beat") > 3)
 
 
-def test_a_publisher_has_one_heart_with_the_least_lease(heart, teller):
-    assert Heartbeat.of(teller, LEASE / 2) is heart
-    assert Heartbeat.of(Teller(), LEASE) is not heart
+def test_a_publisher_has_one_heart(heart, teller):
+    assert Heartbeat.of(teller) is heart
+    assert Heartbeat.of(Teller()) is not heart
+
+
+def test_an_attempt_that_has_ended_shortens_the_lease_no_longer(heart, teller):
+    """Invariant 4."""
+
+    def beats_with(lease):
+        teller.log.until(lambda _: teller.log.leases[-1:] == [lease])
+
+    with heart.active(teller, LEASE, PATIENCE):
+        with heart.active(teller, LEASE / 2, PATIENCE):
+            beats_with(LEASE / 2)
+        beats_with(LEASE)
 
 
 def test_a_save_is_alive_on_the_server_from_before_its_start_until_its_end_is_known(

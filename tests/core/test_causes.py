@@ -213,3 +213,15 @@ def test_a_run_whose_launcher_has_ended_was_killed_unless_it_is_led_elsewhere():
     assert [cause.reason for cause in causes(history, is_led=False, processes=running)] == [
         "no-reducer"
     ]
+
+
+def test_an_outage_is_the_first_cause_and_blames_no_explorer():
+    history = History()
+    history.add(ExplorerStatusChanged(status="running"), by="explorer", rank=0)
+    what = "http://judge, which fails for every request (refused)"
+    outage = WaitStarted(wait_id="a", what=what, seconds=9.0, is_outage=True)
+    history.add(outage, by="trainer")
+    [cause] = causes(history)
+    assert (cause.reason, cause.process) == ("waits", "trainer-0")
+    assert cause.sentence.startswith(f"trainer-0 waits for {what} for ")
+    assert "reports no wait" not in cause.sentence

@@ -593,7 +593,26 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
         (
             {"run_id": "mine", "fault": "folder", "step": 4, "reason": "it is not there"},
             "the best checkpoint of run mine is that of step 4, and its folder does not prove it: "
-            "it is not there; name the folder in place of --best to convert it all the same",
+            "it is not there; name the folder in place of --best to use it all the same",
+        ),
+    ],
+    "EvaluationRefused": [
+        (
+            {"fault": "checkpoint", "name": "grpo/7", "root": Path("/x")},
+            "there is no checkpoint grpo/7, neither as a folder nor below /x: give the folder of a "
+            "step or of a Hugging Face model, or RUN/STEP, such as grpo-1/200",
+        ),
+        (
+            {"fault": "convert", "name": "/x/global_step_7", "reason": "/x lacks a file"},
+            "the checkpoint /x/global_step_7 is not evaluated: /x lacks a file",
+        ),
+        (
+            {"fault": "set", "name": "hard", "sets": ("held-out", "greedy")},
+            "there is no evaluation set hard: evaluation.sets has held-out, greedy",
+        ),
+        (
+            {"fault": "sets"},
+            "evaluation.sets is empty, so that there is nothing to evaluate: name a set",
         ),
     ],
     "DeadlineExceeded": [

@@ -21,6 +21,7 @@ from ..core.handlers.runs import LAUNCHER
 from ..core.handlers.waits import format_wait, open_waits
 from ..core.pauses import format_pause, open_pauses
 from ..core.state import KINDS, KindState, MonitorState, ProcessHost, ProcessLease
+from ..system.counts import format_count
 from .hosts import find_other_host, format_host, format_silence, is_judged, list_unseen
 
 Condition = Literal["running", "stopped", "ended"]
@@ -412,13 +413,14 @@ def _check_groups(facts: LiveFacts) -> Iterator[Cause]:
         # A group that no member has read for has no idle time; one that lacks nothing may be idle.
         if group.idle is None or group.idle < UNREAD or not (group.pending or group.lag):
             continue
+        entries = format_count(group.pending, "entry", "entries")
         member = "" if group.holder is None else f", most of them of member {group.holder}"
         yield Cause(
             reason="unread-group",
             sentence=(
                 f"Consumer group {group.name} of the {group.stream} has read nothing for "
-                f"{group.idle:.0f} s, with {group.pending} entries that it has not "
-                f"acknowledged{member}."
+                f"{group.idle:.0f} s, with {entries} that it has not acknowledged"
+                f"{member}."
             ),
             process=group.holder,
             what=group.name,
@@ -452,7 +454,8 @@ def _reported(state: MonitorState, now: int, nodes: dict[int | None, list[str]])
         is_own = bool(wait.waits_for) and not on
         of_step = () if is_own or wait.step is None else tuple(nodes.get(wait.step, ()))
         sentence = format_wait(wait, now)
-        if on or of_step or wait.waits_for or not wait.by.startswith("trainer"):
+        names_cause = wait.waits_for or wait.is_outage
+        if on or of_step or names_cause or not wait.by.startswith("trainer"):
             # The step names its missing ranks, which are nearer to the cause than the trainer.
             yield _Link(wait.by, wait.what, of_step or on, wait.since, sentence, wait.step)
             continue

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from ..core.fold_state import format_producer
 from ..core.handlers.runs import LAUNCHER
 from ..core.state import MonitorState, ProcessHost, ProcessLease
+from ..system.counts import format_count
 
 _MOST_NAMED = 4
 """Processes of one host that a sentence names; the others are counted."""
@@ -79,7 +80,7 @@ def format_unseen(unseen: Mapping[str, Collection[str]]) -> str:
         first, more = sorted(names)[:_MOST_NAMED], len(names) - _MOST_NAMED
         parts.append(f"{host} ({', '.join(first)}{f' and {more} more' if more > 0 else ''})")
     if len(unseen) > _MOST_HOSTS:
-        parts.append(f"{len(unseen) - _MOST_HOSTS} more hosts")
+        parts.append(format_count(len(unseen) - _MOST_HOSTS, "more host"))
     return f"Not seen from this host are the processes on {', '.join(parts)}: ask there too."
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from msgspec import Struct
 
 from ..core import MonitorState
+from ..system.counts import pluralize
 from .failures import failures
 
 _CHOSEN = frozenset({"filtered", "task-set"})
@@ -38,27 +39,25 @@ def find_troubles(state: MonitorState) -> list[Trouble]:
     ]
     dropped = {} if state.ledger is None else state.ledger.dropped
     anomalies = sum(state.anomaly_counts.values())
-    saves, groups = len(failures(state)), len(state.detached)
     troubles = [
         Trouble(int(state.closed == "failed"), "run failed", serious=True),
-        Trouble(saves, "save failed" if saves == 1 else "saves failed", serious=True),
-        Trouble(
-            len(failed_sets), f"evaluations failed ({', '.join(failed_sets[:3])})", serious=True
-        ),
-        Trouble(len(state.alarms), f"alarms ({', '.join(list(state.alarms)[:3])})", serious=True),
-        Trouble(len(state.reward_errors), "kinds of reward errors", serious=True),
+        _make_trouble(len(failures(state)), "save", " failed"),
+        _make_trouble(len(failed_sets), "evaluation", f" failed ({', '.join(failed_sets[:3])})"),
+        _make_trouble(len(state.alarms), "alarm", f" ({', '.join(list(state.alarms)[:3])})"),
+        _make_trouble(len(state.reward_errors), "kind", " of reward errors"),
         *(
-            Trouble(dropped[reason], f"prompts dropped ({reason})", serious=True)
+            _make_trouble(dropped[reason], "prompt", f" dropped ({reason})")
             for reason in sorted(dropped.keys() - _CHOSEN)
         ),
-        Trouble(len(state.excluded), "explorers excluded", serious=True),
+        _make_trouble(len(state.excluded), "explorer", " excluded"),
         Trouble(state.refused, "weights refused", serious=True),
-        *(
-            Trouble(number, f"explorer{'' if number == 1 else 's'} {status}", serious=True)
-            for status, number in sorted(ended.items())
-        ),
-        Trouble(groups, f"consumer group{'' if groups == 1 else 's'} detached", serious=False),
-        Trouble(anomalies, "anomaly" if anomalies == 1 else "anomalies", serious=False),
+        *(_make_trouble(ended[status], "explorer", f" {status}") for status in sorted(ended)),
+        _make_trouble(len(state.detached), "consumer group", " detached", serious=False),
+        Trouble(anomalies, pluralize(anomalies, "anomaly", "anomalies"), serious=False),
         Trouble(state.dead_letters, "undecodable", serious=False),
     ]
     return [trouble for trouble in troubles if trouble.count]
+
+
+def _make_trouble(count: int, noun: str, rest: str, *, serious: bool = True) -> Trouble:
+    return Trouble(count, f"{pluralize(count, noun)}{rest}", serious)

@@ -39,6 +39,7 @@ from ..errors import TrinityError
 from ..live_facts import read_live_facts
 from ..log import RedisEventLog, Stream, before, require_run
 from ..replay import current_state
+from ..system.counts import format_count, pluralize
 from ..views import waits_as_json
 from ..views.as_json import causes_as_json
 from ..views.documents import Explanation
@@ -227,7 +228,8 @@ def _reward_errors(facts: _StepFacts) -> list[str]:
         if (event := facts.reward_errors.get(error.entry_id)) is not None:
             lines += format_evidence(event)
     if dropped := count_failed_prompts(facts.state):
-        lines.append(f"{dropped} prompts were dropped, as their rewards failed.")
+        dropped_prompts = f"{format_count(dropped, 'prompt')} {pluralize(dropped, 'was', 'were')}"
+        lines.append(f"{dropped_prompts} dropped, as their rewards failed.")
     return lines
 
 

@@ -20,6 +20,7 @@ from ..errors import TrinityError
 from ..log import Entry, position, require_run
 from ..record.export import ExportFormat, write_rollouts
 from ..record.reader import RolloutRecord
+from ..system.counts import format_count
 from ..testing.history import as_test_file
 from ..views.perfetto import PerfettoTrace
 from ..views.terminal import print_out
@@ -143,7 +144,7 @@ def export(
         else:
             path = output or Path(f"{run}.jsonl")
             count = anyio.run(_export, redis_url, run, path, checkpoint_root(root))
-            print_out(f"{count} entries of run {run} in {path}")
+            print_out(f"{format_count(count, 'entry', 'entries')} of run {run} in {path}")
     except NotWritten as error:
         raise OutputUnusable("file", str(error)) from None
 
@@ -208,7 +209,8 @@ def _export_rollouts(
         # As the record itself: answers are for the run's user alone.
         os.fchmod(file.fileno(), 0o600)
         count = write_rollouts(record, steps, form, file)
-    print_out(f"{count} samples of {len(steps)} steps of run {run_id} in {path}")
+    samples, of_steps = format_count(count, "sample"), format_count(len(steps), "step")
+    print_out(f"{samples} of {of_steps} of run {run_id} in {path}")
 
 
 async def _export_pytest(
@@ -225,7 +227,8 @@ async def _export_pytest(
                 entries.append(entry)
     path = output or Path(f"test_{re.sub(r'[^0-9A-Za-z]+', '_', run_id)}.py")
     write_file(path, as_test_file(run_id, entries).encode())
-    print_out(f"{len(entries)} events of run {run_id} in {path}: pytest {path}")
+    events = format_count(len(entries), "event")
+    print_out(f"{events} of run {run_id} in {path}: pytest {path}")
 
 
 async def _export_perfetto(

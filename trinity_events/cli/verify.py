@@ -15,6 +15,7 @@ from ..archive import verify as check
 from ..archive.format import bare_line
 from ..archive.segments import Archive
 from ..errors import TrinityError
+from ..system.counts import format_count
 from ..views.terminal import visible
 from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, open_log, print_json
 from .sources import RunOrFile, recorded_file
@@ -114,6 +115,8 @@ def _print(report: Report) -> None:
         out.print(f"{finding.severity:<9} {what}", style=_STYLES[finding.severity])
     verdict = "sound" if report.sound else "NOT sound"
     out.print(
-        f"run {report.run_id} is {verdict}: {report.entries} entries and {report.announcements} "
-        f"announcements, compared with {', '.join(report.checked)}"
+        f"run {report.run_id} is {verdict}: "
+        f"{format_count(report.entries, 'entry', 'entries')} and "
+        f"{format_count(report.announcements, 'announcement')}, compared with "
+        f"{', '.join(report.checked)}"
     )

@@ -109,7 +109,7 @@ class CheckpointCoordinator:
         self._timeouts = timeouts
         flush = timeouts.flush
         self._flush_within = publisher.deadline if flush is None else flush
-        self._heartbeat = Heartbeat.of(publisher, lease)
+        self._heartbeat = Heartbeat.of(publisher)
         self._inflight = InflightSaves(publisher.waits)
         self._sync_names = SyncSaveNames()
         self._failures: list[_Failure] = []
@@ -495,7 +495,8 @@ class CheckpointCoordinator:
 
     def _beating(self) -> AbstractContextManager[None]:
         """Return a block with heartbeats; invariant 7."""
-        return self._heartbeat.active(self._publisher, self._timeouts.first_heartbeat)
+        patience = self._timeouts.first_heartbeat
+        return self._heartbeat.active(self._publisher, self._lease, patience)
 
     @contextmanager
     def _failing(self, attempt: SaveAttempt) -> Iterator[None]:

@@ -25,8 +25,6 @@ from .learning import REWARDS
 
 PATIENCE = 5
 """Steps in a row after which a share is no noise of its batch."""
-REPEATED_TAIL = 64
-"""Last tokens of an answer in which a loop is looked for; shorter answers have no time for one."""
 EQUAL_REWARDS = "rollout/equal_rewards"
 """Metric of a step: share of the groups whose rewards are all the same."""
 TRUNCATED_ANSWERS = "rollout/truncated_answers"

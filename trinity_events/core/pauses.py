@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..system.counts import format_count
 from .state import EnginePause, MonitorState
 
 
@@ -34,7 +35,7 @@ def has_lapsed(pause: EnginePause, now: int) -> bool:
 def format_pause(paused: OpenPause, now: int) -> str:
     """Return a pause in one sentence."""
     name, pause = paused
-    requests = "1 request" if pause.in_flight == 1 else f"{pause.in_flight} requests"
+    requests = format_count(pause.in_flight, "request")
     sentence = (
         f"{name} has paused generation for the weights of step {pause.version.step} for "
         f"{max(0, now - pause.since) / 1000:.1f} s (mode {pause.mode}, {requests} in flight)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..system.counts import format_count
 from .state import Anomaly, MonitorState
 
 SKIPPED_UPDATES = {"policy": "skipped_updates", "critic": "critic/skipped_updates"}
@@ -16,7 +17,7 @@ def format_skipped_updates(step: int, metrics: Mapping[str, float]) -> list[str]
     """Return a sentence for each model of which a training step skipped updates."""
     counts = {model: metrics.get(name, 0.0) for model, name in SKIPPED_UPDATES.items()}
     return [
-        f"{_prefix(step)}skipped {count:g} {'update' if count == 1 else 'updates'} of the {model}, "
+        f"{_prefix(step)}skipped {format_count(count, 'update')} of the {model}, "
         "because a loss or a gradient norm is not finite"
         for model, count in counts.items()
         if count > 0

@@ -318,6 +318,8 @@ class OpenWait(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Milliseconds of its last report."""
     step: int | None = None
     """Step whose saves or weights it waits for, if it waits for some."""
+    is_outage: bool = False
+    """True if it waits for something outside of the run."""
 
 
 class ProcessHost(Struct, frozen=True, kw_only=True):

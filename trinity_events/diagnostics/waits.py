@@ -64,18 +64,21 @@ class Wait:
         self.deadline = deadline
         self.began = time.monotonic()
         self.object = what, waits_for
+        self.is_outage = False
+        """True while it waits for something outside of the run."""
         self.reported_at: float | None = None
         """Time of the last report; None before the first."""
         self.due = math.inf
         self._reporter = reporter
 
-    def update(self, what: str, waits_for: Iterable[str] = ()) -> None:
+    def update(self, what: str, waits_for: Iterable[str] = (), *, is_outage: bool = False) -> None:
         """Change the object and the processes that are waited for.
 
         A change is reported too, at most once in the reporter's threshold. Leave out of ``what``
-        anything that always changes, such as an age.
+        anything that always changes, such as an age. An outage is of something outside of the run.
         """
         now = what, tuple(waits_for)
+        self.is_outage = is_outage
         if now != self.object:
             self.object = now
             self._reporter.changed(self)
@@ -243,6 +246,7 @@ class WaitReporter:
                 seconds=now - wait.began,
                 deadline=wait.deadline,
                 step=wait.step,
+                is_outage=wait.is_outage,
             )
         )
         if is_accepted:

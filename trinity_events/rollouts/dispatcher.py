@@ -591,7 +591,7 @@ class RolloutDispatcher:
         wait.renew()
         # Until when the outage is waited for, and then once more for the groups.
         reported.deadline = outage.began - began + timeout
-        reported.update(outage.format())
+        reported.update(outage.format(), is_outage=True)
 
     async def trained(
         self,

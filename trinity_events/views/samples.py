@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from ..record.files import RecordedStep
+from ..system.counts import format_count
 
 _LONGEST_ANSWER = 60
 """Characters of an answer in a table, of which the end is shown too: it has the result."""
@@ -49,10 +50,13 @@ def format_step(
     rewards = [row["reward"] for row in rows]
     groups = len({row["ordinal"] for row in rows})
     cut = sum(row["is_truncated"] for row in rows)
-    subject = "samples" if fate == "trained" else f"{fate} samples, which no step trained on,"
+    subject = format_count(len(rows), "sample" if fate == "trained" else f"{fate} sample")
+    if fate != "trained":
+        subject += ", which no step trained on,"
     return (
-        f"run {run_id}, step {recorded.step} (epoch {recorded.epoch}): {len(rows)} {subject} of "
-        f"{groups} questions, reward {sum(rewards) / len(rewards):.3g} "
+        f"run {run_id}, step {recorded.step} (epoch {recorded.epoch}): "
+        f"{subject} of {format_count(groups, 'question')}, "
+        f"reward {sum(rewards) / len(rewards):.3g} "
         f"({min(rewards):.3g} to {max(rewards):.3g}), {cut} cut off"
     )
 

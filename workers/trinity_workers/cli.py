@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, TypeVar
 
 import anyio
 import typer
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from trinity_events.checkpoints.verification import CheckpointDamaged, VerifyMode, with_older
 from trinity_events.cli.options import (
@@ -34,6 +34,7 @@ from trinity_events.cli.options import (
 from trinity_events.errors import TrinityError
 from trinity_events.reducer import writable_root
 from trinity_events.server import LOG_SERVER, WEIGHTS_SERVER, connect_sync
+from trinity_events.system.counts import format_count
 from trinity_events.system.error_text import format_cause
 from trinity_events.views.terminal import print_err, print_out
 
@@ -48,6 +49,7 @@ from .launch.results import Outcome, RunFailure, results_alone
 from .launch.resume_command import resume_command
 
 if TYPE_CHECKING:
+    from .launch.launcher import LaunchOptions
     from .launch.summary import DemoSummary
 
 T = TypeVar("T")
@@ -100,9 +102,13 @@ class WeightsRefused(TrinityError):
     run_id: str
     times: int
     text = (
-        "explorers of run {run_id} refused weights {times} times, because they were not what was "
+        "explorers of run {run_id} refused weights {_times}, because they were not what was "
         "published: see trinity-events status {run_id}"
     )
+
+    @property
+    def _times(self) -> str:
+        return format_count(self.times, "time")
 
 
 Run = Annotated[str, typer.Option("--run", help="The run's id.", show_default=False)]
@@ -231,6 +237,28 @@ class _ResultPrinter:
 def _run_job(
     printer: _ResultPrinter, run: _RequestedRun, place: _RunOptions, read: Callable[[], TrainConfig]
 ) -> None:
+    options = _get_launch_options(run, place, read)
+    from .launch.launcher import run_job
+
+    command = resume_command(sys.argv[1:], run.run_id)
+    try:
+        _interruptible(
+            partial(run_job, report=printer.summary),
+            structs.replace(options, resume_command=command),
+            printer.interrupted,
+        )
+    except CheckpointDamaged as error:
+        # The error of another rank than the first names no older checkpoint.
+        whole = with_older(error) if error.older is None else error
+        raise whole.with_command(command) from None
+    if printer.refusals:
+        raise WeightsRefused(run.run_id, printer.refusals)
+
+
+def _get_launch_options(
+    run: _RequestedRun, place: _RunOptions, read: Callable[[], TrainConfig]
+) -> LaunchOptions:
+    """Return the options of a job, which refuse what this machine lacks."""
     # Wrong arguments are refused before the heavy imports.
     parse_run_id(run.run_id)
     if place.fresh and place.from_step is not None:
@@ -242,10 +270,9 @@ def _run_job(
     chosen = _with_rank_count(chosen, run.ray_address)
     _reach(place.redis_url, place.weights_redis_url)
     log_to_stderr(verbose=False)
-    from .launch.launcher import LaunchOptions, run_job
+    from .launch.launcher import LaunchOptions
 
-    command = resume_command(sys.argv[1:], run.run_id)
-    options = LaunchOptions(
+    return LaunchOptions(
         run_id=run.run_id,
         alone=run.alone,
         settings=chosen,
@@ -258,16 +285,7 @@ def _run_job(
         take_over=place.take_over,
         health_file=place.health_file,
         ray_address=run.ray_address,
-        resume_command=command,
     )
-    try:
-        _interruptible(partial(run_job, report=printer.summary), options, printer.interrupted)
-    except CheckpointDamaged as error:
-        # The error of another rank than the first names no older checkpoint.
-        whole = with_older(error) if error.older is None else error
-        raise whole.with_command(command) from None
-    if printer.refusals:
-        raise WeightsRefused(run.run_id, printer.refusals)
 
 
 def _require_for_engine(config: TrainConfig, *, alone: bool) -> None:
@@ -401,7 +419,7 @@ def _with_rank_count(config: TrainConfig, ray_address: str | None) -> TrainConfi
     """Return the configuration with the number of ranks, and print it where GPUs decide it."""
     if config.trainer.ranks is not None:
         return config
-    from .worker_group.placement import format_count, local_gpus, with_rank_count
+    from .worker_group.placement import local_gpus, with_rank_count
 
     gpus = local_gpus() if ray_address is None else 0
     chosen = with_rank_count(config, gpus)
@@ -549,8 +567,9 @@ def explorer(
         print_out(str(result))
     else:
         print_out(
-            f"explorer {result.rank} of run {run_id}: {result.groups} groups of answers, "
-            f"{result.applied} weight versions applied"
+            f"explorer {result.rank} of run {run_id}: "
+            f"{format_count(result.groups, 'group')} of answers, "
+            f"{format_count(result.applied, 'weight version')} applied"
         )
 
 
@@ -631,6 +650,90 @@ def convert(
             f"{done.source} converted to {done.to} in {done.target}: "
             f"{done.tensors} tensors, {done.bytes} bytes"
         )
+
+
+def evaluate(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="CONFIG", help="Configuration of the training.", show_default=False),
+    ],
+    checkpoint: Annotated[
+        str,
+        typer.Option(
+            "--checkpoint",
+            metavar="CHECKPOINT",
+            help="RUN/STEP, such as grpo-1/200; the folder of a step or of a Hugging Face model; "
+            "with --best the run.",
+            show_default=False,
+        ),
+    ],
+    best: Annotated[
+        bool,
+        typer.Option(
+            "--best", help="Evaluate the best checkpoint of the run, by its checkpoints.keep_best."
+        ),
+    ] = False,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME",
+            help="Evaluation set, by default all of them; or a setting as of train, NAME=VALUE. "
+            "May be given repeatedly.",
+            show_default=False,
+        ),
+    ] = None,
+    root: CheckpointRoot = None,
+    redis_url: RedisUrl = None,
+    weights_redis_url: WeightsRedisUrl = None,
+    as_json: Json = False,
+) -> None:
+    """Evaluate a checkpoint on the evaluation sets of a configuration, without training.
+
+    It starts engines and explorers as `train` does, in a run of its own. The exit code is 1 if an
+    evaluation failed.
+
+    Example: trinity-events evaluate grpo.yaml --checkpoint grpo-1/200 --set held-out
+    """
+    from .launch.evaluate import (
+        evaluate_checkpoint,
+        evaluation_config,
+        evaluation_table,
+        find_checkpoint,
+        new_run_id,
+    )
+
+    names = [text for text in sets or () if "=" not in text]
+    given = [typed_setting(text) for text in sets or () if "=" in text]
+    config = read_config(file, given).checked()
+    folders = _resolve_root(root, config)
+    requested_run = _RequestedRun(
+        run_id=new_run_id(config.name or file.stem),
+        alone=True,
+        ray_address=os.environ.get("RAY_ADDRESS") or None,
+    )
+    place = _RunOptions(root=folders, redis_url=redis_url, weights_redis_url=weights_redis_url)
+    options = _get_launch_options(requested_run, place, lambda: evaluation_config(config, names))
+    folder = (
+        anyio.run(find_best_folder, redis_url, parse_run_id(checkpoint), folders)
+        if best
+        else find_checkpoint(checkpoint, folders)
+    )
+    with results_alone() as results:
+        printer = _ResultPrinter(results, options.run_id, as_json=as_json)
+        try:
+            evaluation = _interruptible(
+                partial(evaluate_checkpoint, folder), options, printer.interrupted
+            )
+        except Exception as error:
+            printer.failed(error)
+            raise
+        if as_json:
+            print_json(evaluation, results)
+        else:
+            console(results).print(evaluation_table(evaluation))
+    if evaluation.has_failed:
+        raise typer.Exit(1)
 
 
 def _interruptible(

@@ -12,12 +12,14 @@ from .config.schema import add_meanings
 from .config.train_config import TrainConfig
 from .engines.convertible import Conversion
 from .explorer.result import ExplorationResult
+from .launch.evaluate import CheckpointEvaluation
 from .launch.results import RunFailure
 from .launch.summary import DemoSummary
 
 DOCUMENTS: dict[str, Any] = BASE_DOCUMENTS | {
     "convert": Conversion,
     "demo": (DemoSummary, RunFailure),
+    "evaluate": (CheckpointEvaluation, RunFailure),
     "explorer": ExplorationResult | None,
     "train": (DemoSummary, RunFailure),
     "train-check": TrainConfig,

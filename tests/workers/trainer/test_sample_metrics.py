@@ -1,8 +1,9 @@
 """Metrics of a step's samples: spread of rewards and lengths, and the parts of the reward."""
 
 import pytest
+from msgspec.structs import replace
 
-from trinity_schemas import Experience, StepRef, Turn
+from trinity_schemas import Experience, PayloadAddress, StepRef, Turn, refer
 from trinity_workers.trainer.sample_metrics import count_fates, summarize_samples
 
 
@@ -70,6 +71,16 @@ def test_answers_that_are_cut_off_empty_or_end_in_a_loop_are_counted():
     assert shares == {"truncated": 2 / 8, "empty": 1 / 8}
     # The second loop has a tail of 60 tokens of 64: few runs of four tokens all the same.
     assert metrics["rollout/repeated_answers"] == 2 / 8
+
+
+def test_loops_are_counted_where_the_tokens_lie_elsewhere():
+    address = PayloadAddress(transport="redis", name="0" * 32, size=1, digest="xxh3:" + "0" * 32)
+    loop, other = sample(0.0, 100), sample(0.0, 100, tokens=list(range(100)))
+    references = refer([loop, other], address)
+    assert summarize_samples(references)["rollout/repeated_answers"] == 1 / 2
+    # Of an earlier version of an explorer.
+    silent = [replace(reference, ends_in_loop=None) for reference in references]
+    assert "rollout/repeated_answers" not in summarize_samples(silent)
 
 
 def test_equal_groups_count_those_that_were_filtered_and_failures_no_choices():

@@ -46,7 +46,7 @@ def lease_holders(state: MonitorState) -> dict[str, LeaseHolder]:
         if attempt.lease is not None:
             name = attempt.holder.incarnation
             earlier = holders.get(name)
-            # Heartbeats of a process hold for its shortest lease (``Heartbeat.of``).
+            # Heartbeats of a process hold for its shortest lease (``Heartbeat.active``).
             lease = attempt.lease if earlier is None else min(earlier.lease, attempt.lease)
             holders[name] = LeaseHolder(attempt.holder, lease)
     return holders

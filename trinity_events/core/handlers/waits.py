@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from trinity_schemas import Envelope, StacksTaken, WaitEnded, WaitStarted
 
+from ...system.counts import format_count, pluralize
 from ..fold_state import FoldState, format_producer, trim_oldest
 from ..limits import KEPT_WAIT_NAMES, KEPT_WAITS, LONGEST_WAIT
 from ..state import MonitorState, OpenWait
@@ -48,6 +49,7 @@ def wait_started(fold: FoldState, event: WaitStarted, envelope: Envelope) -> Non
         deadline=event.deadline,
         heard_at=fold.now,
         step=event.step,
+        is_outage=event.is_outage,
     )
     trim_oldest(state.waits, KEPT_WAITS)
 
@@ -128,10 +130,10 @@ def find_wait_chains(state: MonitorState, now: int) -> list[str]:
     """
     links = chained_waits(state, now)
     lines = ["  " * link.depth + format_wait(link.wait, now) for link in links[:_MOST_LISTED]]
-    more = (
-        [f"{len(links) - _MOST_LISTED} more waits are open."] if len(links) > _MOST_LISTED else []
-    )
-    return [*lines, *more]
+    more = len(links) - _MOST_LISTED
+    if more > 0:
+        lines.append(f"{format_count(more, 'more wait')} {pluralize(more, 'is', 'are')} open.")
+    return lines
 
 
 def _chain(

@@ -4,7 +4,8 @@
 2. Heartbeats last until the log has every event of the attempts. If the key went before a
    ``save-finished`` arrived, the leader would take the process for dead.
 3. Events that a reachable server has not accepted within a whole lease count as lost.
-4. One thread of an incarnation writes and removes the key, so that the end of an old attempt cannot
+4. The lease is the shortest one of the attempts that run. One that has ended shortens it no longer.
+5. One thread of an incarnation writes and removes the key, so that the end of an old attempt cannot
    undo the heartbeat of a new one.
 """
 
@@ -42,19 +43,17 @@ class Heartbeat:
 
     Args:
         publisher: Publisher of the process, which names its log and incarnation.
-        lease: Seconds without a heartbeat after which the leader takes the process for dead.
         beats_per_lease: Heartbeats within a lease.
     """
 
-    def __init__(
-        self, publisher: Publisher, lease: float, beats_per_lease: int = BEATS_PER_LEASE
-    ) -> None:
+    def __init__(self, publisher: Publisher, beats_per_lease: int = BEATS_PER_LEASE) -> None:
         self._log = publisher.log
         self._incarnation = publisher.producer.incarnation
-        self._lease = lease
+        self._lease = LEASE
+        self._leases: list[float] = []
+        """Leases of the attempts that run."""
         self._beats_per_lease = beats_per_lease
         self._changed = threading.Condition()
-        self._attempts = 0
         self._publishers: set[Publisher] = set()
         self._heard = False
         self._renewed_at: float | None = None
@@ -65,55 +64,57 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def of(cls, publisher: Publisher, lease: float) -> Heartbeat:
-        """Return the one heartbeat of the publisher's incarnation, with the shortest lease.
+    def of(cls, publisher: Publisher) -> Heartbeat:
+        """Return the one heartbeat of the publisher's incarnation.
 
         Two heartbeats of one incarnation would remove each other's key.
         """
         with _hearts_lock:
             heartbeat = _heartbeats.get(publisher.producer.incarnation)
             if heartbeat is None:
-                heartbeat = _heartbeats[publisher.producer.incarnation] = cls(publisher, lease)
-            # The shortest one: the key has to be renewed in time for each of its attempts.
-            heartbeat._lease = min(heartbeat._lease, lease)
+                heartbeat = _heartbeats[publisher.producer.incarnation] = cls(publisher)
             return heartbeat
 
     @contextmanager
     def active(
         self,
         publisher: Publisher,
+        lease: float,
         patience: float,
         *,
         on_return: Callable[[], None] | None = None,
     ) -> Iterator[None]:
         """Send heartbeats during the block, and until the log has what was published in it.
 
-        The block begins once the server has the first heartbeat, or after ``patience`` seconds.
-        ``on_return`` is called in the heartbeat's thread after a silence of a whole lease, and
-        again one heartbeat later.
+        The block begins once the server has the first heartbeat, or after ``patience`` seconds. The
+        leader takes the process for dead after ``lease`` seconds without one. ``on_return`` is
+        called in the heartbeat's thread after a silence of a whole lease, and again one heartbeat
+        later.
         """
         with self._changed:
+            self._leases.append(lease)
+            self._lease = min(self._leases)
             self._on_return = on_return or self._on_return
             if self._thread is None:
                 # A daemon: an attempt that hangs must not keep a process from ending.
                 thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
                 thread.start()
                 self._thread = thread
-            self._attempts += 1
             self._publishers.add(publisher)
             self._changed.wait_for(lambda: self._heard, patience)
         try:
             yield
         finally:
             with self._changed:
-                self._attempts -= 1
+                self._leases.remove(lease)
+                self._lease = min(self._leases, default=self._lease)
                 self._changed.notify_all()
 
     def settle(self, seconds: float) -> bool:
         """Wait until the thread ends, unless an attempt runs; return True if it has ended."""
         with self._changed:
             self._changed.notify_all()  # the log may just have accepted the last event
-            self._changed.wait_for(lambda: self._thread is None or self._attempts > 0, seconds)
+            self._changed.wait_for(lambda: self._thread is None or bool(self._leases), seconds)
             return self._thread is None
 
     def _run(self) -> None:
@@ -123,7 +124,7 @@ class Heartbeat:
             pause = self._lease / self._beats_per_lease
             if self._renew():
                 faults = backoff_delays(pause)
-                idle = 0 if self._attempts else idle + 1
+                idle = 0 if self._leases else idle + 1
             else:
                 pause, idle = next(faults), 0
             # Events that a server which answers has not taken for a whole lease count as lost (3).
@@ -167,7 +168,7 @@ class Heartbeat:
         telling = backoff_delays(seconds)
         with self._changed:
             while (remaining := due - time.monotonic()) > 0:
-                if self._attempts:
+                if self._leases:
                     self._changed.wait(remaining)
                 elif patient and any(publisher.backlog for publisher in self._publishers):
                     self._changed.wait(min(remaining, next(telling)))
@@ -187,7 +188,7 @@ class Heartbeat:
             logger.debug("the heartbeat key of run %s was left: %s", self._log.run_id, error)
         with self._changed:
             # An attempt has begun since: this thread goes on with it, and renews the key at once.
-            if self._attempts:
+            if self._leases:
                 return False
             self._thread = self._on_return = self._renewed_at = None
             self._returns = 0

@@ -98,7 +98,7 @@ def _renewing_lease(
             name = f"{publisher.producer.role}-{publisher.producer.rank}"
             logger.warning("the return of %s was not published: %s", name, error)
 
-    heartbeat = Heartbeat.of(publisher, lease)
-    with heartbeat.active(publisher, FIRST_HEARTBEAT, on_return=publish_return):
+    heartbeat = Heartbeat.of(publisher)
+    with heartbeat.active(publisher, lease, FIRST_HEARTBEAT, on_return=publish_return):
         publish()
         yield

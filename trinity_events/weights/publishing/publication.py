@@ -140,9 +140,9 @@ class Publication:
             # Before the writer takes memory (invariant 7).
             publisher.replace_running(self)
             self.stage = "open"
-            heartbeat = Heartbeat.of(events, publisher.lease)
             # No wait for the first heartbeat: the start event begins a whole lease.
-            self._running.enter_context(heartbeat.active(events, patience=0.0))
+            beating = Heartbeat.of(events).active(events, publisher.lease, patience=0.0)
+            self._running.enter_context(beating)
             # After the heartbeat has begun (invariant 5).
             events.publish(begun)
             self._writer = publisher.create_writer(

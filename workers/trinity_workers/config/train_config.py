@@ -37,7 +37,7 @@ from .sync_schedule import (
     oldest_usable,
     staleness_bound,
 )
-from .types import DtypeName, Positive
+from .types import DtypeName, NotNegative, Positive
 
 
 class TrainConfig(Section, frozen=True, kw_only=True):
@@ -45,8 +45,8 @@ class TrainConfig(Section, frozen=True, kw_only=True):
 
     name: str | None = None
     """The run's id. Null takes the name of the configuration file, without its ending."""
-    steps: Positive = 300
-    """Training steps."""
+    steps: NotNegative = 300
+    """Training steps. 0 trains nothing, and evaluates the model."""
     seed: Annotated[int, Meta(ge=0, le=2**32 - 1)] = 0
     """Seed of the model and of all sampling."""
     model: ModelConfig = ModelConfig()

@@ -36,7 +36,7 @@ class BestCheckpointMissing(TrinityError):
         "none": "run {run_id} has no best checkpoint: name an evaluation set in "
         "checkpoints.keep_best.set, and evaluate steps that are saved",
         "folder": "the best checkpoint of run {run_id} is that of step {step}, and its folder does "
-        "not prove it: {reason}; name the folder in place of --best to convert it all the same",
+        "not prove it: {reason}; name the folder in place of --best to use it all the same",
     }
 
 

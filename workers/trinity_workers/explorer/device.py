@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from trinity_events.errors import TrinityError
-
-from ..worker_group.placement import format_count
+from trinity_events.system.counts import format_count
 
 
 class DeviceMissing(TrinityError):

@@ -15,8 +15,9 @@ import anyio.to_thread
 from msgspec import Struct
 
 from trinity_events.errors import SharedMemoryUnusable, TrinityError
+from trinity_events.system.counts import format_count
 
-from ..worker_group.placement import Needs, format_count, local_gpus, node_gpus, placement_options
+from ..worker_group.placement import Needs, local_gpus, node_gpus, placement_options
 from .processes import local_ray
 
 ANSWER_DEADLINE = 5.0

@@ -39,6 +39,7 @@ from trinity_events.server import (
     warn_of_eviction,
 )
 from trinity_events.server.connect import redacted
+from trinity_events.system.counts import format_count
 from trinity_events.system.error_text import first_error, format_cause
 from trinity_events.system.shared_memory import sweep
 from trinity_schemas import (
@@ -392,7 +393,7 @@ async def _notify_end(
     """Send a message about the end of the run, if its configuration asks for one."""
     run_id, command = job.options.run_id, None
     if outcome == "finished":
-        sentence = f"run {run_id} finished all of its {job.config.steps} steps"
+        sentence = f"run {run_id} finished its {format_count(job.config.steps, 'step')}"
     elif outcome == "interrupted":
         reason = "" if notice.sentence is None else f": {notice.sentence}"
         sentence = f"run {run_id} was interrupted{reason}"

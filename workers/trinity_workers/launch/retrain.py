@@ -34,6 +34,7 @@ from trinity_events.errors import TrinityError
 from trinity_events.log import open_run
 from trinity_events.record.reader import RolloutRecord
 from trinity_events.server import connect, serving
+from trinity_events.system.counts import format_count
 from trinity_events.views.terminal import print_err, print_out
 from trinity_schemas import Experience, StepRef, Turn
 
@@ -298,11 +299,12 @@ def _print_result(
     config: RunConfig,
 ) -> None:
     place = config.checkpoint_folder / RESULT
+    shown = format_count(steps, "step")
     if changed:
-        print_out(f"{steps} steps of run {source} were trained otherwise: {place}")
+        print_out(f"{shown} of run {source} trained otherwise: {place}")
     elif differing is None:
         print_out(
-            f"{steps} steps of run {source} were trained again, and it has no checkpoint of its "
+            f"{shown} of run {source} trained again, and it has no checkpoint of its "
             f"last step to compare with: {place}"
         )
     elif differing:

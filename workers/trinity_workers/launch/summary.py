@@ -10,6 +10,7 @@ from rich.text import Text
 
 from trinity_events.analysis.summary import RunSummary
 from trinity_events.core.reward_errors import REWARD_ERRORS
+from trinity_events.system.counts import format_count
 from trinity_events.views.learning import format_seconds
 from trinity_schemas import Envelope, EvaluationFailed, EvaluationFinished, StepTrained
 
@@ -67,6 +68,12 @@ class EvaluationResults(Struct, frozen=True, kw_only=True):
     """Evaluations that finished."""
     failed: int = 0
     """Evaluations that were given up."""
+    answers: int = 0
+    """Answers of the last one that finished."""
+    seconds: float = 0.0
+    """Seconds from the first request of the last one that finished to its last reward."""
+    reason: str | None = None
+    """Why the last one was given up; None if it finished."""
 
 
 class LoggedEvaluations(Struct):
@@ -87,13 +94,17 @@ class LoggedEvaluations(Struct):
                 last=event.metrics,
                 finished=earlier.finished + 1 if earlier else 1,
                 failed=earlier.failed if earlier else 0,
+                answers=event.answers,
+                seconds=event.seconds,
             )
         elif isinstance(event, EvaluationFailed):
             step = event.version.step
             earlier = self.sets.get(event.name) or EvaluationResults(
                 first_step=step, first={}, last_step=step, last={}, finished=0
             )
-            self.sets[event.name] = structs.replace(earlier, failed=earlier.failed + 1)
+            self.sets[event.name] = structs.replace(
+                earlier, failed=earlier.failed + 1, reason=event.reason
+            )
 
 
 class LoggedMetrics(Struct):
@@ -260,7 +271,7 @@ def _format_weights(summary: DemoSummary) -> str:
         return "stay where they are: the trainer's ranks generated"
     saved = f", {_mebibytes(log.bytes_saved)} saved by sending changes" if log.bytes_saved else ""
     return (
-        f"{log.versions_published} versions ({_mebibytes(log.bytes_published)}) by "
+        f"{format_count(log.versions_published, 'version')} ({_mebibytes(log.bytes_published)}) by "
         f"{TRANSPORTS[summary.transport]}{saved}; {log.versions_applied} of them were "
         f"installed, each with a pause of {log.pause.median * 1000:.0f} ms"
     )
@@ -270,13 +281,13 @@ def _format_answers(summary: DemoSummary) -> str:
     """Return how old the answers were, and how many prompts were asked again."""
     samples = sum(summary.log.staleness.values())
     shares = [
-        f"{number / samples:.0%} {late} {'step' if late == 1 else 'steps'} old"
+        f"{number / samples:.0%} {format_count(late, 'step')} old"
         for late, number in summary.log.staleness.items()
     ]
     again = f"; asked again: {_issued_again(summary.log.reissued)}" if summary.log.reissued else ""
     if not shares:
         return f"{summary.staleness_mean:.2g} steps old in the mean{again}"
-    more = f", {len(shares) - _AGES} ages more" if len(shares) > _AGES else ""
+    more = f", {format_count(len(shares) - _AGES, 'more age')}" if len(shares) > _AGES else ""
     return f"{samples:,} trained on: {', '.join(shares[:_AGES])}{more}{again}"
 
 
@@ -318,7 +329,7 @@ def _mean(metrics: Mapping[str, float]) -> str:
 def _issued_again(reissued: Mapping[str, int]) -> str:
     """Return the number of prompts that were issued again, by reason."""
     reasons = ", ".join(f"{number} {reason}" for reason, number in reissued.items())
-    return f"{sum(reissued.values())} prompts: {reasons}"
+    return f"{format_count(sum(reissued.values()), 'prompt')}: {reasons}"
 
 
 def _dropped_rows(log: RunSummary) -> list[tuple[str, str]]:
@@ -326,7 +337,7 @@ def _dropped_rows(log: RunSummary) -> list[tuple[str, str]]:
     rows = []
     if log.dropped:
         reasons = ", ".join(f"{number} {reason}" for reason, number in log.dropped.items())
-        rows.append(("DROPPED", f"{sum(log.dropped.values())} prompts: {reasons}"))
+        rows.append(("DROPPED", f"{format_count(sum(log.dropped.values()), 'prompt')}: {reasons}"))
     if log.reward_errors:
         scored = f"{log.reward_errors} samples have rewards.error_score, since their rewards failed"
         rows.append(("REWARD ERRORS", scored))
@@ -335,8 +346,8 @@ def _dropped_rows(log: RunSummary) -> list[tuple[str, str]]:
 
 def _refusals(log: RunSummary) -> str:
     return (
-        f"{log.refusals} times, an explorer found that what it read was not what was published "
-        f"(see trinity-events verify {log.run_id})."
+        f"{format_count(log.refusals, 'time')}, an explorer found that what it read was not what "
+        f"was published (see trinity-events verify {log.run_id})."
     )
 
 

@@ -10,11 +10,10 @@ from trinity_events.core.alarms import (
     EQUAL_REWARDS,
     INFRA_FAILED_RATE,
     REPEATED_ANSWERS,
-    REPEATED_TAIL,
     TRUNCATED_ANSWERS,
 )
 from trinity_events.core.reward_errors import REWARD_FAILED
-from trinity_schemas import Experience, ExperienceHeader
+from trinity_schemas import Experience, ExperienceHeader, ExperienceReference
 
 from .rollouts.supply import FILTERED
 
@@ -24,8 +23,6 @@ _PARTS = 32
 
 _FAILED = (REWARD_FAILED, "attempts")
 """Reasons of dropped prompts whose requests or rewards failed."""
-_LOOP = 16
-"""Longest loop of tokens, in distinct runs of four tokens: a short sentence and its variations."""
 
 
 def summarize_samples(samples: Sequence[ExperienceHeader]) -> dict[str, float]:
@@ -74,19 +71,10 @@ def count_fates(
 
 
 def _share_of_loops(samples: Sequence[ExperienceHeader]) -> dict[str, float]:
-    """Return the share of answers that end in a loop; nothing where tokens are not known here."""
-    tokens = [_read_tail(sample) for sample in samples if isinstance(sample, Experience)]
-    return {REPEATED_ANSWERS: statistics.fmean(map(_is_loop, tokens))} if tokens else {}
-
-
-def _read_tail(sample: Experience) -> Sequence[int]:
-    """Return the last tokens of the policy's last turn."""
-    last = next(turn for turn in reversed(sample.turns) if turn.role == "policy")
-    return last.tokens[-REPEATED_TAIL:]
-
-
-def _is_loop(tail: Sequence[int]) -> bool:
-    """Return True if the last tokens of an answer repeat few runs of four tokens."""
-    if len(tail) < REPEATED_TAIL:
-        return False
-    return len(set(zip(tail, tail[1:], tail[2:], tail[3:], strict=False))) <= _LOOP
+    """Return the share of answers that end in a loop; nothing where no explorer has said it."""
+    loops = [
+        sample.ends_in_loop
+        for sample in samples
+        if isinstance(sample, Experience | ExperienceReference) and sample.ends_in_loop is not None
+    ]
+    return {REPEATED_ANSWERS: statistics.fmean(loops)} if loops else {}

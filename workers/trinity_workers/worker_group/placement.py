@@ -19,6 +19,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from trinity_events.errors import TrinityError
+from trinity_events.system.counts import format_count
 
 from ..config.rules.table import find_contradictions
 from ..config.sections.trainer import DEFAULT_RANKS
@@ -357,8 +358,3 @@ def threads(cpus: float | None, sharing: int) -> int:
     """Return the threads of a process: its CPUs, or its share of the host's if none are given."""
     # Rounded down, as a thread without a core slows the others; never 0, which torch refuses.
     return max(1, math.floor(cpus) if cpus is not None else (os.cpu_count() or 1) // sharing)
-
-
-def format_count(count: float, what: str) -> str:
-    """Return a number of things as text."""
-    return f"{count:g} {what}{'' if count == 1 else 's'}"

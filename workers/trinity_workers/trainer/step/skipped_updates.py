@@ -21,6 +21,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from trinity_events.errors import TrinityError
+from trinity_events.system.counts import format_count
 
 from ...algorithms.aggregation import Means
 from ...algorithms.batch import NO_GROUP, Batch, layouts
@@ -79,7 +80,7 @@ class TooManySkippedSteps(TrinityError):
 
     def __str__(self) -> str:
         where = "" if self.step is None else f"step {self.step}: "
-        steps = "1 step" if self.count == 1 else f"{self.count} steps in a row"
+        steps = format_count(self.count, "step", "steps in a row")
         return (
             f"{where}updates of the {self.model} were skipped in {steps}, because {self.reason}: "
             "correct what computes these numbers, or lower trainer.learning_rate, and resume from "
