@@ -388,6 +388,23 @@ def test_a_live_run_counts_up_to_now_in_the_phase_of_the_last_report():
     assert sum(run.reader.goodput(run.now + 1e6).seconds.values()) < 1000.0
 
 
+@pytest.mark.parametrize("reason", ["interrupted", "failed"])
+def test_no_process_has_died_that_a_signal_ended_without_a_last_report(reason):
+    run = Run(explorers=1, ranks=1)
+    play(run, 3)
+    before = run.reader.goodput()
+    run.now += 4.0
+    [driver] = run.of("trainer")
+    run.send(driver, RunClosed(reason=reason))
+    goodput = run.reader.goodput()
+    check_sums(goodput)
+    gained = sum(goodput.seconds.values()) - sum(before.seconds.values())
+    assert gained == pytest.approx(12.0)
+    died = {waste.subject for waste in goodput.waste if waste.kind == "died"}
+    # A run that failed may have failed by their death.
+    assert died == ({"trainer-0", "actor-0", "explorer-0"} if reason == "failed" else set())
+
+
 def test_a_repeated_entry_counts_once():
     run = Run()
     play(run, 2)

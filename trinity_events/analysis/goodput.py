@@ -4,7 +4,8 @@
    process did after its last report is ``lost``, and the time without it is ``down``.
 2. Fates of all worker-seconds add up to the time of all workers, and fates of tokens to all tokens.
 3. A token has the fate of the current lineage: what a resume discards is lost, not trained.
-4. The result follows from the entries and one time, which stands for now in an open run.
+4. A signal ends all processes of a run, some without a last report: none of them has died.
+5. The result follows from the entries and one time, which stands for now in an open run.
 
 Left out: computing time of ranks is not told from their waits in collectives, so a slow rank
 shows in its publications and saves alone. Saves in threads beside the training are no phase.
@@ -175,6 +176,7 @@ class _EpochRecord(Struct):
     staleness: int | None = None
     """Bound of staleness in its configuration."""
     closed_at: float | None = None
+    is_interrupted: bool = False
     resumed: int = 0
     redo_until: int = 0
     """Last step that an earlier epoch had trained, and that is trained again."""
@@ -246,8 +248,9 @@ class GoodputReader:
                     dead.died_at = max(dead.read_at, now - lease)
             case StepTrained() if envelope.epoch == self._epochs[-1].number:
                 self._train(event, now)
-            case RunClosed() if envelope.epoch == self._epochs[-1].number:
+            case RunClosed(reason=reason) if envelope.epoch == self._epochs[-1].number:
                 self._epochs[-1].closed_at = now
+                self._epochs[-1].is_interrupted = reason == "interrupted"
             case _:
                 self._compare(envelope, event)
 
@@ -437,7 +440,8 @@ class GoodputReader:
             return None if worker.last.is_last else worker.died_at
         epoch = next(epoch for epoch in self._epochs if epoch.number == worker.epoch)
         is_over = epoch is not self._epochs[-1] or epoch.closed_at is not None
-        return max(worker.seen_at, worker.read_at) if is_over else None
+        has_died = is_over and not epoch.is_interrupted
+        return max(worker.seen_at, worker.read_at) if has_died else None
 
     def _find_successor(self, worker: _Worker, end: float) -> float:
         """Return the time at which a dead worker's next start began; else the epoch's end."""
