@@ -3917,6 +3917,16 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         ({"fault": "start", "reason": "no GPU"}, "vLLM does not start: no GPU"),
         (
+            {"fault": "unknown", "arguments": ("max_num_sequ",), "nearest": "max_num_seqs"},
+            "explorer.engine_options.engine_args sets max_num_sequ, which the vLLM that is "
+            "installed here does not have: is max_num_seqs meant?",
+        ),
+        (
+            {"fault": "unknown", "arguments": ("a", "b")},
+            "explorer.engine_options.engine_args sets a, b, which the vLLM that is installed here "
+            "does not have: leave it out, or see vLLM's AsyncEngineArgs",
+        ),
+        (
             {"fault": "install", "reason": "no such layer", "step": 3},
             "vLLM refuses step 3: no such layer",
         ),

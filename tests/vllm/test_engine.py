@@ -1,5 +1,6 @@
 """The engine of vLLM on a CPU: what it generates, versions amid turns, and its end."""
 
+import dataclasses
 import os
 import signal
 import time
@@ -19,7 +20,7 @@ from trinity_events.system.error_text import ungrouped
 from trinity_schemas import StepRef, WeightsApplied, chunk_key
 from trinity_workers.rollout_engines import EngineEnded
 from trinity_workers.rollout_engines.sampling import NoisySampler
-from trinity_workers.rollout_engines.vllm.options import VLLMUnusable
+from trinity_workers.rollout_engines.vllm.options import VLLMUnusable, find_engine_arguments
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.processes, pytest.mark.heavy]
 
@@ -225,3 +226,10 @@ async def test_a_killed_core_ends_calls_within_seconds_and_leaves_no_process(vll
         await engine.generate(requests_for([0]))
     await engine.close()
     assert not any(process.is_alive() for process in processes)
+
+
+async def test_the_arguments_that_are_checked_are_those_of_vllm():
+    """Read from its source, as an import of vLLM is too slow for a check."""
+    from vllm import AsyncEngineArgs
+
+    assert find_engine_arguments() == {field.name for field in dataclasses.fields(AsyncEngineArgs)}

@@ -11,11 +11,15 @@ torch = pytest.importorskip("torch")
 
 from tests.support.errors import raises  # noqa: E402
 from trinity_workers.rollout_engines import EngineOptions  # noqa: E402
+from trinity_workers.rollout_engines.base import EngineOptionsRefused  # noqa: E402
+from trinity_workers.rollout_engines.loading import find_engine  # noqa: E402
+from trinity_workers.rollout_engines.vllm import options as options_module  # noqa: E402
 from trinity_workers.rollout_engines.vllm.options import (  # noqa: E402
     VLLMOptions,
     VLLMUnusable,
     build_engine_args,
     build_gpu_args,
+    find_engine_arguments,
     gpus_of,
 )
 
@@ -96,3 +100,45 @@ def test_its_processes_see_the_explorers_gpus_alone(monkeypatch, device, gpus, b
         with gpus_of(EngineOptions(model_folder=Path("model"), device=device, gpus=gpus)):
             assert os.environ.get(VISIBLE) == within
         assert os.environ.get(VISIBLE) == before
+
+
+ARGUMENTS = """
+class EngineArgs:
+    model: str = "x"
+    max_num_seqs: int | None = None
+
+class AsyncEngineArgs(EngineArgs):
+    enable_log_requests: bool = False
+"""
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Install a package whose source is that of vLLM, in short, and that cannot be imported."""
+    (tmp_path / "vllm" / "engine").mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise SystemExit")
+    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(ARGUMENTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+
+
+def test_arguments_that_vllm_does_not_have_are_refused_before_a_run_starts(installed):
+    known = {"max_num_seqs": 4, "enable_log_requests": True}
+    assert find_engine_arguments() == {"model", *known}
+    find_engine("vllm", options={"engine_args": known})
+    with raises(VLLMUnusable, fault="unknown", arguments=("max_seqs",), nearest="max_num_seqs"):
+        find_engine("vllm", options={"engine_args": {"max_seqs": 4, **known}})
+    with raises(VLLMUnusable, fault="unknown", arguments=("a", "b"), nearest=""):
+        find_engine("vllm", options={"engine_args": {"b": 1, "a": 2}})
+
+
+def test_where_vllm_is_not_installed_its_arguments_are_said_not_to_be_checked(monkeypatch, caplog):
+    monkeypatch.setattr(options_module, "find_spec", lambda name: None)
+    find_engine("vllm", options={"engine_args": {"max_seqs": 4}})
+    assert "are not checked before an explorer starts" in caplog.text
+
+
+def test_unknown_options_of_other_engines_are_refused_too():
+    for engine in ("huggingface", "vllm", "vllm-server"):
+        with raises(EngineOptionsRefused, engine=engine):
+            find_engine(engine, options={"no_such_option": 1})

@@ -150,7 +150,8 @@ def _checks(
     yield partial(_check_rewards, config)
     if config.task.environment is not None:
         yield partial(_check_environment, config)
-    if config.explorer.engine != "huggingface":  # it has all modes and all sampling settings
+    # The engine huggingface has all modes and all sampling settings, and imports torch.
+    if config.explorer.engine != "huggingface" or config.explorer.engine_options:
         yield here(_check_engine, config)
     if alone:
         yield here(check_installed, config.explorer.engine)
@@ -245,6 +246,7 @@ def _check_engine(config: TrainConfig) -> None:
         config.rollouts.pause_mode,
         adapters=config.model.lora.rank > 0,
         sampling_settings=config.sampling_settings,
+        options=config.explorer.engine_options,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from typing import Any
@@ -45,7 +45,7 @@ from .base import (
     NotServing,
 )
 from .gate import Gate
-from .loading import applies_adapters, samples_with, updates_amid_turns
+from .loading import applies_adapters, reads_options, samples_with, updates_amid_turns
 from .proof import ProofOptions, ProofRecord
 from .turns import OpenTurn, StopFinder, make_sampler, turn_limit
 
@@ -57,6 +57,15 @@ class HuggingFaceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     max_batch: int = 256
     """Maximum number of turns that are generated at a time."""
+
+
+def read_options(options: Mapping[str, Any]) -> HuggingFaceOptions:
+    """Return the engine's own options. Raises EngineOptionsRefused for others."""
+    try:
+        return msgspec.convert(options, HuggingFaceOptions)
+    except msgspec.ValidationError as error:
+        fields = HuggingFaceOptions.__struct_fields__
+        raise EngineOptionsRefused("huggingface", str(error), fields) from None
 
 
 class HuggingFaceEngine:
@@ -119,17 +128,13 @@ class HuggingFaceEngine:
     @applies_adapters
     @updates_amid_turns("keep", "retract", "abort")
     @samples_with(*SAMPLING_SETTINGS)
+    @reads_options(read_options)
     def open(cls, options: EngineOptions) -> HuggingFaceEngine:
         """Return an engine of a Hugging Face folder.
 
         Raises RolloutEngineError for options that it does not have, and as `load_policy`.
         """
-        try:
-            own = msgspec.convert(options.options, HuggingFaceOptions)
-        except msgspec.ValidationError as error:
-            raise EngineOptionsRefused(
-                "huggingface", str(error), HuggingFaceOptions.__struct_fields__
-            ) from None
+        own = read_options(options.options)
         load = policy_loader(options.lora, options.seed)
         model, tokenizer = load(options.model_folder, options.dtype)
         move: Any = model.to  # its annotations lack strings

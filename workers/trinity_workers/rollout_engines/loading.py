@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from trinity_events.errors import PackageMissing
 from trinity_schemas import PauseMode
@@ -35,6 +35,8 @@ _MODES = "pause_modes"
 """Attribute of such a function; its value are the modes that its engine knows besides `wait`."""
 _ADAPTERS = "adapters"
 """Attribute of such a function; True if its engine applies versions of adapters."""
+_OPTIONS = "read_options"
+"""Attribute of such a function; its value reads the options of its engine, and refuses others."""
 _SAMPLING = "sampling_settings"
 """Attribute of such a function; its value are the sampling settings that its engine honours."""
 
@@ -72,6 +74,21 @@ def samples_with(*settings: str) -> Callable[[Callable[P, E]], Callable[P, E]]:
 
     def decorate(make: Callable[P, E]) -> Callable[P, E]:
         setattr(make, _SAMPLING, settings)
+        return make
+
+    return decorate
+
+
+def reads_options(
+    read: Callable[[Mapping[str, Any]], object],
+) -> Callable[[Callable[P, E]], Callable[P, E]]:
+    """Decorate a function whose engine has options, which a run checks before it starts.
+
+    An engine whose function is not decorated checks its options by itself.
+    """
+
+    def decorate(make: Callable[P, E]) -> Callable[P, E]:
+        setattr(make, _OPTIONS, read)
         return make
 
     return decorate
@@ -142,9 +159,13 @@ def find_engine(
     *,
     adapters: bool = False,
     sampling_settings: Collection[str] = (),
+    options: Mapping[str, Any] | None = None,
     folder: Path = Path(),
 ) -> Make:
-    """Return the function that makes an engine; arguments and errors as :func:`load_engine`."""
+    """Return the function that makes an engine; arguments and errors as :func:`load_engine`.
+
+    Options that are given are checked too.
+    """
     make: Make = load_object(
         name, kind="rollout engine", group=GROUP, built_in=ENGINES, folder=folder
     )
@@ -161,4 +182,6 @@ def find_engine(
     )
     if lacking:
         raise SamplingNotSupported(name, lacking, supported)
+    if options is not None and hasattr(make, _OPTIONS):
+        getattr(make, _OPTIONS)(options)
     return make

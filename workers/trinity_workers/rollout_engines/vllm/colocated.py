@@ -252,7 +252,7 @@ class ColocatedVLLM:
 
 def _start(options: EngineOptions, tensor_parallel: int) -> tuple[Any, bool]:
     """Return vLLM's LLM in this process, and True if it can sleep."""
-    own = read_options(options)
+    own = read_options(options.options)
     prepare_environment()
     rank, world = rank_and_world()
     os.environ |= {

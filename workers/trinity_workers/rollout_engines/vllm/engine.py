@@ -66,7 +66,7 @@ from ..base import (
     NotServing,
     RolloutEngineError,
 )
-from ..loading import applies_adapters, samples_with, updates_amid_turns
+from ..loading import applies_adapters, reads_options, samples_with, updates_amid_turns
 from ..proof import ProofRecord
 from ..sampling import turn_key
 from ..turns import OpenTurn, StopFinder, Stopped, turn_limit
@@ -202,13 +202,14 @@ class VLLMEngine:
     @applies_adapters
     @samples_with("top_k", "top_p", "min_p", "repetition_penalty", "stop")
     @updates_amid_turns("keep", "retract", "abort")
+    @reads_options(read_options)
     def open(cls, options: EngineOptions) -> VLLMEngine:
         """Return an engine of a Hugging Face folder, once vLLM's processes have loaded it.
 
         Raises:
             RolloutEngineError: for options that it does not have, and as vLLM fails to start.
         """
-        own = read_options(options)
+        own = read_options(options.options)
         if options.deterministic:
             raise VLLMUnusable("deterministic")
         prepare_environment()

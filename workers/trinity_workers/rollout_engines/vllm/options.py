@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -21,6 +25,8 @@ from .plugin import BACKEND, OWNER
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 _EXTENSION = "trinity_workers.rollout_engines.vllm.transfer.WorkerExtension"
 _OURS = frozenset(
     {
@@ -29,6 +35,8 @@ _OURS = frozenset(
     }
 )
 """Arguments that follow from the run."""
+_ARGUMENTS = {"EngineArgs", "AsyncEngineArgs"}
+"""Classes of vLLM whose fields are the arguments of its engine."""
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -50,19 +58,24 @@ class VLLMUnusable(RolloutEngineError):
     Attributes:
         fault: ``deterministic`` if that is asked for, ``start`` if it does not, ``install`` and
             ``fetch`` for a version, ``arguments`` for those that follow from the run, ``device`` if
-            the build of vLLM is for another one, ``ranks`` for more ranks than GPUs.
+            the build of vLLM is for another one, ``ranks`` for more ranks than GPUs, ``unknown``
+            for arguments that vLLM does not have.
         reason: First line of vLLM's error.
         step: Step of the version.
         arguments: Arguments of the engine that may not be set.
+        nearest: Argument of the most similar name, if one is similar.
         device: Device on which the policy is to be served.
         ranks: Ranks of tensor and pipeline parallelism.
         gpus: GPUs that the explorer has.
     """
 
-    fault: Literal["deterministic", "start", "install", "fetch", "arguments", "device", "ranks"]
+    fault: Literal[
+        "deterministic", "start", "install", "fetch", "arguments", "unknown", "device", "ranks"
+    ]
     reason: str = ""
     step: int = 0
     arguments: tuple[str, ...] = ()
+    nearest: str = ""
     device: str = ""
     ranks: int = 0
     gpus: float = 0.0
@@ -75,6 +88,8 @@ class VLLMUnusable(RolloutEngineError):
         "fetch": "a worker of vLLM cannot fetch step {step}: {reason}",
         "arguments": "explorer.engine_options.engine_args sets {_arguments}, which follows from "
         "the run: leave it out",
+        "unknown": "explorer.engine_options.engine_args sets {_arguments}, which the vLLM that is "
+        "installed here does not have: {_way_out}",
         "device": "vLLM is to serve the policy on {device}, and this build of it computes on "
         "{reason}: choose that as explorer.device, or install the other build",
         "ranks": "explorer.engine_options.engine_args asks for {ranks} ranks, and the explorer has "
@@ -84,6 +99,12 @@ class VLLMUnusable(RolloutEngineError):
     @property
     def _gpus(self) -> str:
         return f"{self.gpus:g} GPUs" if self.gpus > 1 else "one GPU, or a part of it"
+
+    @property
+    def _way_out(self) -> str:
+        if self.nearest:
+            return f"is {self.nearest} meant?"
+        return "leave it out, or see vLLM's AsyncEngineArgs"
 
     @property
     def _arguments(self) -> str:
@@ -97,19 +118,56 @@ class VLLMOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Arguments of vLLM's engine, such as max_num_seqs or kv_cache_memory_bytes."""
 
 
-def read_options(options: EngineOptions) -> VLLMOptions:
+def read_options(options: Mapping[str, Any]) -> VLLMOptions:
     """Return the engine's own options.
 
-    Raises RolloutEngineError for others, and for arguments that follow from the run.
+    Raises RolloutEngineError for others, for arguments that follow from the run, and for those that
+    vLLM does not have.
     """
     try:
-        own = msgspec.convert(options.options, VLLMOptions)
+        own = msgspec.convert(options, VLLMOptions)
     except msgspec.ValidationError as error:
         raise EngineOptionsRefused("vllm", str(error), VLLMOptions.__struct_fields__) from None
     determined = sorted(_OURS & own.engine_args.keys())
     if determined:
         raise VLLMUnusable("arguments", arguments=tuple(determined))
+    if own.engine_args:
+        _check_arguments(own.engine_args)
     return own
+
+
+def _check_arguments(engine_args: Mapping[str, Any]) -> None:
+    known = find_engine_arguments()
+    if not known:
+        logger.warning(
+            "vLLM is not found here, so that the names of explorer.engine_options.engine_args are "
+            "not checked before an explorer starts"
+        )
+        return
+    unknown = tuple(sorted(engine_args.keys() - known))
+    if unknown:
+        nearest = get_close_matches(unknown[0], sorted(known), 1)
+        raise VLLMUnusable("unknown", arguments=unknown, nearest="".join(nearest))
+
+
+def find_engine_arguments() -> frozenset[str]:
+    """Return the names of the arguments of vLLM's engine, by its source; none without it.
+
+    It is read and not imported, which takes ten seconds and loads plug-ins.
+    """
+    spec = find_spec("vllm")
+    places = [] if spec is None else spec.submodule_search_locations or []
+    for place in places:
+        file = Path(place) / "engine" / "arg_utils.py"
+        if file.is_file():
+            return frozenset(
+                statement.target.id
+                for definition in ast.parse(file.read_text(encoding="utf-8")).body
+                if isinstance(definition, ast.ClassDef) and definition.name in _ARGUMENTS
+                for statement in definition.body
+                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+            )
+    return frozenset()
 
 
 def build_engine_args(options: EngineOptions, own: VLLMOptions) -> dict[str, Any]:

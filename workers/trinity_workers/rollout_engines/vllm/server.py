@@ -30,7 +30,7 @@ from trinity_schemas import ExplorerStatus, ExplorerStatusChanged, Sampling, Ste
 
 from ...learning.policy import load_tokenizer
 from ..base import EngineEnded, EngineOptions
-from ..loading import samples_with, updates_amid_turns
+from ..loading import reads_options, samples_with, updates_amid_turns
 from .engine import EngineLimits, VLLMEngine
 from .options import PROBE_ARGUMENTS, VLLMUnusable, get_sampling_arguments, read_end_tokens
 from .reports import FetchOutcome, ServerDescription
@@ -99,6 +99,7 @@ class VLLMServerEngine(VLLMEngine):
     @classmethod
     @samples_with("top_k", "top_p", "min_p", "repetition_penalty")
     @updates_amid_turns("keep", "retract")
+    @reads_options(read_server_options)
     def open(cls, options: EngineOptions) -> VLLMServerEngine:
         """Return an engine of a server, once that answers.
 
