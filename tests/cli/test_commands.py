@@ -60,6 +60,7 @@ COMMANDS = (
         "import",
         "verify",
         "train",
+        "evaluate",
         "explorer",
         "convert",
         "goodput",

@@ -182,7 +182,7 @@ def test_a_raised_alarm_is_a_trouble_and_a_metric_until_it_is_cleared_or_the_epo
     history.add(alarm())
     state = fold_state(history)
     assert state.alarms["empty_answers"].sentence == "50% are empty"
-    assert [trouble.words for trouble in find_troubles(state)] == ["alarms (empty_answers)"]
+    assert [trouble.words for trouble in find_troubles(state)] == ["alarm (empty_answers)"]
     metrics = ServerMetrics()
     run = metrics.add("run")
 

@@ -213,7 +213,7 @@ async def test_what_a_person_must_look_at_is_not_shown_as_nothing(publisher, log
     )
     app = WatchApp(log.run_id, partial(follow_state, log))
     async with app.run_test(size=(80, 50)):
-        await until(shows(app, "1 evaluations failed (held-out)."))
+        await until(shows(app, "1 evaluation failed (held-out)."))
         assert not shows(app, "nothing failed")()
 
 
