@@ -11,24 +11,20 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("ray")
 
-from tests.support.damage import flip
-from tests.support.run_processes import ended, small_run
-from tests.support.saved_checkpoints import ready_checkpoints
-from tests.support.sessions import kill_session
-from tests.support.waits import PATIENCE, wait_until
-from trinity_schemas import EvaluationFinished
+from tests.support.run_processes import small_run
+from tests.support.waits import PATIENCE
 
 pytestmark = [pytest.mark.processes, pytest.mark.heavy, pytest.mark.timeout(900)]
 
 REWARD = """
 def reward(question, answer):
-    if "broken" in str(question.prompt):
+    if question.prompt == "9":
         raise ValueError("no such question")
     # A policy that is destroyed repeats itself.
     return len(set(answer.text)) / 16
 """
-QUESTIONS = [{"prompt": [{"role": "user", "content": f"say {n}"}], "answer": ""} for n in range(6)]
-BROKEN = [{"prompt": [{"role": "user", "content": "broken"}], "answer": ""}]
+QUESTIONS = [{"prompt": f"{number} {number + 1}", "answer": ""} for number in range(6)]
+BROKEN = [{"prompt": "9", "answer": ""}]
 
 
 @pytest.fixture
@@ -71,73 +67,11 @@ def test_a_model_is_evaluated_on_the_sets_that_are_named(processes, config, poli
     done = run_command(processes, *words)
     assert done.returncode == 1, done.stderr
     evaluation = json.loads(done.stdout)
-    said, broken = evaluation["sets"]
-    assert (said["name"], said["answers"], said["error"]) == ("said", 16, None)
-    assert said["metrics"]["mean_low"] < said["metrics"]["mean"] < said["metrics"]["mean_high"]
-    assert broken["metrics"] == {} and "no such question" in broken["error"]
+    assert "sets" in evaluation, evaluation
+    finished, failed = evaluation["sets"]
+    assert (finished["name"], finished["answers"], finished["error"]) == ("said", 16, None)
+    metrics = finished["metrics"]
+    assert metrics["mean_low"] < metrics["mean"] < metrics["mean_high"]
+    assert failed["metrics"] == {} and "no such question" in failed["error"]
     assert evaluation["checkpoint"] == str(policy_folder)
     assert [*processes.folder.glob(".evaluate-*")] == []
-
-
-@pytest.mark.nightly(
-    "end_to_end/test_evaluate.py::test_a_model_is_evaluated_on_the_sets_that_are_named"
-)
-def test_the_best_checkpoint_outlives_a_kill_and_is_that_of_the_evaluated_step(
-    processes, config, tmp_path
-):
-    best = ("checkpoints.keep_best.set=said", "checkpoints.keep=1", "checkpoints.interval=2")
-    settings = [word for setting in best for word in ("--set", setting)]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    gentle = ("--set", "trainer.learning_rate=1e-6", "--set", "steps=1000")
-    run = processes.start("train", str(config), *settings, *gentle, **quiet)
-
-    def evaluations() -> dict[int, EvaluationFinished]:
-        events = [entry.event for entry in processes.log()]
-        return {
-            event.version.step: event for event in events if isinstance(event, EvaluationFinished)
-        }
-
-    def saved() -> set[int]:
-        ready = ready_checkpoints(processes.redis_url, processes.run_id)
-        return {event.step for event in ready}
-
-    wait_until(lambda: evaluations().keys() & saved(), patience=6 * PATIENCE)
-    kill_session(run.pid)
-    run.wait(PATIENCE)
-    reached = max(saved())
-    # From here on the policy is destroyed, and retention would remove what came before.
-    harsh = ("--set", "trainer.learning_rate=1.0", "--set", f"steps={reached + 4}")
-    code, _, error = ended(processes.start("train", str(config), *settings, *harsh), 9 * PATIENCE)
-    assert code == 0, error
-    results = evaluations()
-    step = max(results, key=lambda step: results[step].metrics["mean"])
-    assert step <= reached
-    folder = processes.folder / processes.run_id
-    steps = {int(path.name.removeprefix("global_step_")) for path in folder.glob("global_step_*")}
-    assert steps == {step, reached + 4}
-
-    target = tmp_path / "converted"
-    done = run_command(processes, "convert", "--best", processes.run_id, str(target))
-    assert done.returncode == 0, done.stderr
-    before = len(processes.log())
-    evaluated = [
-        run_command(
-            processes,
-            *("evaluate", str(config), "--checkpoint", name, *best, "--set", "said", "--json"),
-        )
-        for name, *best in ((processes.run_id, "--best"), (str(target),))
-    ]
-    for done in evaluated:
-        assert done.returncode == 0, done.stderr
-        [said] = json.loads(done.stdout)["sets"]
-        assert said["metrics"] == results[step].metrics
-        assert said["answers"] == results[step].answers
-    assert len(processes.log()) == before, "nothing of the training run is changed"
-
-    damaged = folder / f"global_step_{step}" / "actor" / "model_world_size_1_rank_0.pt"
-    flip(damaged)
-    name = f"{processes.run_id}/{step}"
-    done = run_command(processes, "evaluate", str(config), "--checkpoint", name)
-    assert done.returncode == 1
-    [sentence] = done.stderr.splitlines()
-    assert sentence.startswith(f"error: the checkpoint of step {step} is damaged: {damaged}")

@@ -227,8 +227,8 @@ async def _export_pytest(
                 entries.append(entry)
     path = output or Path(f"test_{re.sub(r'[^0-9A-Za-z]+', '_', run_id)}.py")
     write_file(path, as_test_file(run_id, entries).encode())
-    events = format_count(len(entries), "event")
-    print_out(f"{events} of run {run_id} in {path}: pytest {path}")
+    written = format_count(len(entries), "event")
+    print_out(f"{written} of run {run_id} in {path}: pytest {path}")
 
 
 async def _export_perfetto(

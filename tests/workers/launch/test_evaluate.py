@@ -10,8 +10,8 @@ from trinity_workers.evaluation.schedule import is_due
 from trinity_workers.evaluation.settings import EvaluationConfig, EvaluationSet
 from trinity_workers.launch.evaluate import (
     CheckpointEvaluation,
-    EvaluatedSet,
     EvaluationRefused,
+    SetResult,
     evaluation_config,
     evaluation_table,
     find_checkpoint,
@@ -60,11 +60,11 @@ def test_two_runs_of_one_second_have_different_ids():
 @pytest.mark.parametrize("error", [None, "no [answer] came"])
 def test_the_table_has_each_metric_with_its_interval_or_the_reason(error):
     metrics = {"mean": 0.5, "mean_low": 0.25, "mean_high": 0.75, "reward_errors": 2.0}
-    done = EvaluatedSet(name="a", metrics=metrics, answers=1200, seconds=3.25)
+    done = SetResult(name="a", metrics=metrics, answers=1200, seconds=3.25)
     evaluation = CheckpointEvaluation(
         run_id="r",
         checkpoint="/x",
-        sets=[done, *[EvaluatedSet(name="b", error=error)] * bool(error)],
+        sets=[done, *[SetResult(name="b", error=error)] * bool(error)],
     )
     assert evaluation.has_failed is bool(error)
     console = Console(width=120)

@@ -123,11 +123,11 @@ def installed(tmp_path, monkeypatch):
 
 
 def test_arguments_that_vllm_does_not_have_are_refused_before_a_run_starts(installed):
-    known = {"max_num_seqs": 4, "enable_log_requests": True}
-    assert find_engine_arguments() == {"model", *known}
-    find_engine("vllm", options={"engine_args": known})
+    correct = {"max_num_seqs": 4, "enable_log_requests": True}
+    assert find_engine_arguments() == {"model", *correct}
+    find_engine("vllm", options={"engine_args": correct})
     with raises(VLLMUnusable, fault="unknown", arguments=("max_seqs",), nearest="max_num_seqs"):
-        find_engine("vllm", options={"engine_args": {"max_seqs": 4, **known}})
+        find_engine("vllm", options={"engine_args": {"max_seqs": 4, **correct}})
     with raises(VLLMUnusable, fault="unknown", arguments=("a", "b"), nearest=""):
         find_engine("vllm", options={"engine_args": {"b": 1, "a": 2}})
 

@@ -77,12 +77,12 @@ class EvaluationRefused(TrinityError):
         return ", ".join(self.sets)
 
 
-class EvaluatedSet(Struct, frozen=True, kw_only=True):
+class SetResult(Struct, frozen=True, kw_only=True):
     """Result of one set of questions."""
 
     name: str
     metrics: dict[str, float] = field(default_factory=dict)
-    """As in the log of a run; none if it failed."""
+    """Metrics as the log of a run has them; none if it failed."""
     answers: int = 0
     seconds: float = 0.0
     error: str | None = None
@@ -96,7 +96,7 @@ class CheckpointEvaluation(Struct, frozen=True, kw_only=True):
     """The run of the evaluation itself."""
     checkpoint: str
     """Folder of the weights."""
-    sets: list[EvaluatedSet]
+    sets: list[SetResult]
 
     @property
     def has_failed(self) -> bool:
@@ -189,10 +189,10 @@ async def evaluate_checkpoint(checkpoint: Path, options: LaunchOptions) -> Check
     )
 
 
-def _get_result(name: str, results: EvaluationResults | None) -> EvaluatedSet:
+def _get_result(name: str, results: EvaluationResults | None) -> SetResult:
     if results is None:
-        return EvaluatedSet(name=name, error="it was not evaluated, as it has no questions")
-    return EvaluatedSet(
+        return SetResult(name=name, error="it was not evaluated, as it has no questions")
+    return SetResult(
         name=name,
         metrics=results.last,
         answers=results.answers,

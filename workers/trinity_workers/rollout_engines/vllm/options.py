@@ -137,16 +137,16 @@ def read_options(options: Mapping[str, Any]) -> VLLMOptions:
 
 
 def _check_arguments(engine_args: Mapping[str, Any]) -> None:
-    known = find_engine_arguments()
-    if not known:
+    arguments = find_engine_arguments()
+    if not arguments:
         logger.warning(
             "vLLM is not found here, so that the names of explorer.engine_options.engine_args are "
             "not checked before an explorer starts"
         )
         return
-    unknown = tuple(sorted(engine_args.keys() - known))
+    unknown = tuple(sorted(engine_args.keys() - arguments))
     if unknown:
-        nearest = get_close_matches(unknown[0], sorted(known), 1)
+        nearest = get_close_matches(unknown[0], sorted(arguments), 1)
         raise VLLMUnusable("unknown", arguments=unknown, nearest="".join(nearest))
 
 
