@@ -2807,6 +2807,12 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
     "TransportNotChosen": [
         ({"run_id": "r"}, "no transport of the weights was chosen for run r"),
     ],
+    "ExpertsNotTaken": [
+        (
+            {"model_type": "qwen3_moe"},
+            "explorers of the engine huggingface join the experts of qwen3_moe in memory, and a trainer on Megatron publishes each by itself, as files have them: set trainer.colocated true, or another explorer.engine",
+        ),
+    ],
     "BuiltInModelRefused": [
         (
             {"fault": "task"},

@@ -1,6 +1,7 @@
 """All mistakes that can be found without training are found at once, and before a run starts."""
 
 import json
+import shutil
 import sys
 from collections import namedtuple
 
@@ -13,7 +14,7 @@ from trinity_events.errors import PackageMissing
 from trinity_events.system import disk_space
 from trinity_workers.config.files import read_config
 from trinity_workers.launch import run_check
-from trinity_workers.launch.run_check import NotEnoughSpace, find_mistakes
+from trinity_workers.launch.run_check import ExpertsNotTaken, NotEnoughSpace, find_mistakes
 from trinity_workers.rollout_engines.loading import SamplingNotSupported
 
 pytestmark = pytest.mark.processes  # those of the user's reward function
@@ -202,3 +203,21 @@ async def test_a_damaged_file_of_the_model_is_named_without_torch(whole, tmp_pat
     config = whole(model={"path": str(folder)})
     [mistake] = await find_mistakes(config, tmp_path, alone=True, ray_address=None)
     assert str(folder) in str(mistake)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("colocated", [False, True])
+async def test_experts_of_megatron_are_for_explorers_that_take_them_one_by_one(
+    policy_folder, tmp_path, model_type, colocated
+):
+    folder = tmp_path / "policy"
+    shutil.copytree(policy_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    trainer = {"engine": "megatron", "ranks": 1, "colocated": colocated}
+    file = tmp_path / "run.yaml"
+    sections = {"model": {"path": str(folder)}, "trainer": trainer, "sync": {"max_staleness": 0}}
+    file.write_text(json.dumps(sections))
+    mistakes = await find_mistakes(read_config(file).checked(), None, alone=True, ray_address=None)
+    refusals = [mistake for mistake in mistakes if isinstance(mistake, ExpertsNotTaken)]
+    assert [refusal.model_type for refusal in refusals] == ([] if colocated else [model_type])

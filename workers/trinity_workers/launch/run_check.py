@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
@@ -56,6 +57,21 @@ class BuiltInModelRefused(BadSettings):
         "dtype": "model.dtype is {dtype}, and the built-in model is float32: set model.path, or "
         "leave model.dtype out",
     }
+
+
+class ExpertsNotTaken(BadSettings):
+    """Explorers cannot load the experts that a Megatron trainer would publish.
+
+    Attributes:
+        model_type: Type of the model.
+    """
+
+    model_type: str
+    text = (
+        "explorers of the engine huggingface join the experts of {model_type} in memory, and a "
+        "trainer on Megatron publishes each by itself, as files have them: set trainer.colocated "
+        "true, or another explorer.engine"
+    )
 
 
 class NotEnoughSpace(BadSettings):
@@ -150,6 +166,7 @@ def _checks(
     yield partial(_check_rewards, config)
     if config.task.environment is not None:
         yield partial(_check_environment, config)
+    yield here(_check_experts, config)
     # The engine huggingface has all modes and all sampling settings, and imports torch.
     if config.explorer.engine != "huggingface" or config.explorer.engine_options:
         yield here(_check_engine, config)
@@ -187,6 +204,20 @@ def _check_model(config: TrainConfig, folder: Path | None, *, thorough: bool) ->
         raise BuiltInModelRefused("task")
     elif config.model.dtype != "float32":
         raise BuiltInModelRefused("dtype", config.model.dtype)
+
+
+def _check_experts(config: TrainConfig) -> None:
+    trainer, folder = config.trainer, config.model.path
+    takes_any = trainer.colocated or config.explorer.engine != "huggingface"
+    if folder is None or trainer.engine != "megatron" or takes_any:
+        return
+    try:
+        model_type = str(json.loads(Path(folder, "config.json").read_bytes())["model_type"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # the check of the model reports it
+    # As engines.megatron.model.has_experts() knows them, which imports torch.
+    if model_type.endswith(("_moe", "deepseek_v3")):
+        raise ExpertsNotTaken(model_type)
 
 
 def _check_teacher(folder: Path, policy: Path) -> None:
