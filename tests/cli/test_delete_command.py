@@ -8,6 +8,7 @@ from tests.support.waits import until
 from trinity_events.archive import Archive
 from trinity_events.log import ORIGIN, Stream, list_runs, open_run
 from trinity_events.log.redis.deletion import RunInUse, delete_run
+from trinity_events.record.files import RECORD, RecordFile
 from trinity_schemas import RunClosed, RunKeys, explorer_key, grant_key, heartbeat_key
 
 
@@ -46,9 +47,22 @@ async def test_a_run_that_is_over_is_deleted_whole_and_no_other_is(
 
 
 async def test_its_folder_goes_with_it_if_that_is_asked_for(cli, closed_run, tmp_path):
+    record = tmp_path / closed_run / RECORD
+    record.mkdir(mode=0o700)
+    (record / RecordFile(1, 1, 0).name).touch()
     shown = cli("delete", closed_run, "-y", "--checkpoints", "--checkpoint-root", str(tmp_path))
     assert shown.stdout.endswith(f"keys, and {tmp_path / closed_run}\n")
     assert not (tmp_path / closed_run).exists()
+
+
+async def test_recorded_rollouts_that_stay_are_named(cli, closed_run, tmp_path):
+    record = tmp_path / closed_run / RECORD
+    record.mkdir(mode=0o700)
+    shown = cli("delete", closed_run, "-y", "--checkpoint-root", str(tmp_path))
+    assert shown.stdout.endswith(
+        f"its recorded rollouts stay in {record}: delete them with rm -r\n"
+    )
+    assert record.is_dir()
 
 
 async def test_the_folder_of_another_log_is_not_deleted(cli, client, closed_run, tmp_path):

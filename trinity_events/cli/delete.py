@@ -18,6 +18,7 @@ from ..errors import TrinityError
 from ..liveness import abandoned_since
 from ..log import RedisEventLog, require_run
 from ..log.redis.deletion import RunInUse, delete_run
+from ..record.files import RECORD
 from ..replay import SnapshotUnreadable, current_state
 from ..system.open_folder import OpenFolder
 from ..views.terminal import print_err, print_out
@@ -54,7 +55,8 @@ def delete(
     folder: Annotated[
         bool,
         typer.Option(
-            "--checkpoints", help="Delete the run's folder too: its checkpoints and its archive."
+            "--checkpoints",
+            help="Delete the run's folder too: checkpoints, archive and recorded rollouts.",
         ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
@@ -75,6 +77,10 @@ def delete(
     if removed is not None:
         shutil.rmtree(removed)
     print_out(f"run {run} is deleted: {deleted} keys" + (f", and {removed}" if removed else ""))
+    record = run_folder / RECORD
+    if record.is_dir():
+        # They have private texts, which a user may take to be gone.
+        print_out(f"its recorded rollouts stay in {record}: delete them with rm -r")
 
 
 async def _delete(redis_url: str | None, run: str, folder: Path | None, yes: bool) -> int:

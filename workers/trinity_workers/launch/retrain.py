@@ -177,9 +177,8 @@ def _staleness(step: int, group: Sequence[Experience]) -> int:
 
 def retrain(
     run: RunArgument,
-    from_record: Annotated[  # there is no other source, and the name says which
-        bool,
-        typer.Option("--from-record", help="Train on the run's recorded rollouts; the default."),
+    from_record: Annotated[  # said for clearness: there is no other source
+        bool, typer.Option("--from-record", hidden=True)
     ] = True,
     settings: Annotated[
         list[str] | None,
@@ -203,7 +202,7 @@ def retrain(
     Without other settings it must end with the bits of the run, and the newest checkpoint is
     compared. With others it is a counterfactual run.
 
-    Example: trinity-events retrain demo-1 --from-record --set algorithm.loss=gspo
+    Example: trinity-events retrain demo-1 --set algorithm.loss=gspo
     """
     run_id, folders = parse_run_id(run), checkpoint_root(root)
     own = read_config(folders / run_id / COPY).checked()
