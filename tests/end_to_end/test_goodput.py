@@ -105,6 +105,14 @@ def seconds_of(goodput: dict, process: str, *fates: str) -> float:
     )
 
 
+def own_seconds(goodput: dict, process: str) -> float:
+    return sum(
+        sum(worker["seconds"].values())
+        for worker in goodput["workers"]
+        if worker["process"] == process
+    )
+
+
 def trained(processes) -> int:
     return sum(isinstance(entry.event, StepTrained) for entry in processes.log())
 
@@ -134,12 +142,14 @@ def test_a_slow_reward_and_filtered_groups_are_found_and_tokens_are_exact(
     elapsed = time.monotonic() - began
     assert code == 0, error
     goodput = read_goodput(processes)
-    total = total_seconds(goodput)
-    assert planted.judging() / total > 0.05
+    # Of its own seconds: starts take most of all on a busy machine.
+    own = own_seconds(goodput, "explorer-0")
+    assert planted.judging() / own > 0.02
     judging = seconds_of(goodput, "explorer-0", "judging")
-    assert judging / total == pytest.approx(planted.judging() / total, abs=0.02)
+    assert judging / own == pytest.approx(planted.judging() / own, abs=0.02)
     names = {worker["process"] for worker in goodput["workers"]}
-    assert names == {"trainer-0", "actor-0", "explorer-0"}
+    assert names == {"trainer-0", "actor-0", "explorer-0", "reducer-0"}
+    assert seconds_of(goodput, "reducer-0", "folding") > 0
     for worker in goodput["workers"]:
         assert 0 < sum(worker["seconds"].values()) < elapsed
     # To the token: every answer was judged, and no process died.

@@ -69,6 +69,8 @@ _KEPT_STEPS = 65_536
 _SILENT = 90.0
 """Seconds without an entry after which no process is taken to live: each reports once a minute."""
 _DRIVER = "trainer-0"
+_REDUCER = "reducer"
+"""Role of the reducer, which serves a run until its end and after it."""
 
 
 class WorkerTime(Struct, frozen=True, kw_only=True):
@@ -438,6 +440,9 @@ class GoodputReader:
         """Return the time at which a worker died, by its last sign of life; None if it did not."""
         if worker.last.is_last or worker.died_at is not None:
             return None if worker.last.is_last else worker.died_at
+        # It reports nothing of a closed run: another reducer's first report tells a death.
+        if worker.name.startswith(_REDUCER):
+            return None
         epoch = next(epoch for epoch in self._epochs if epoch.number == worker.epoch)
         is_over = epoch is not self._epochs[-1] or epoch.closed_at is not None
         has_died = is_over and not epoch.is_interrupted

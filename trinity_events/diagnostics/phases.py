@@ -81,6 +81,17 @@ class PhaseClock:
         finally:
             self._change(name, -1)
 
+    def restart(self) -> None:
+        """Begin again at no seconds; activities that are under way continue."""
+        with self._lock:
+            self._seconds.clear()
+            self._since = self.began = self._now()
+
+    @property
+    def age(self) -> float:
+        """Seconds since it began."""
+        return self._now() - self.began
+
     def end_start(self) -> None:
         """End the phase ``starting``, in which a process begins."""
         with self._lock:
@@ -191,6 +202,10 @@ class PhaseReports:
     def _run(self) -> None:
         while True:
             self.report()
-            age = time.monotonic() - self._clock.began
-            if self._closing.wait(min(max(age / _SHARE, SHORTEST_PAUSE), LONGEST_PAUSE)):
+            if self._closing.wait(find_pause(self._clock.age)):
                 return
+
+
+def find_pause(age: float) -> float:
+    """Return the seconds until the next report of a process of an age."""
+    return min(max(age / _SHARE, SHORTEST_PAUSE), LONGEST_PAUSE)

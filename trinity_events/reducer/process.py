@@ -42,6 +42,7 @@ from .idle_groups import IdleGroups
 from .leader import Leader, LeaderPublisher
 from .live_state import LiveState
 from .log_retention import LogRetention
+from .phase_reports import PhaseReporter
 from .policy import Policy
 from .reducer import Reducer
 from .timekeeper import Timekeeper
@@ -216,17 +217,19 @@ class _Lead:
         log, policy, archive = self._log, self._policy, self._archive
         publisher = LeaderPublisher(log, token)
         clock = Timekeeper(log, publisher, policy)
+        phases = PhaseReporter(log, token)
         beside: list[Callable[[LiveState], Coroutine[Any, Any, None]]] = [
             clock.leases,
             clock.deadlines,
             partial(_raise_epoch, log, token),
             IdleGroups(log, publisher, token, policy.group_idle).run,
             FolderWaits(publisher, partial(self._faults, retention)).run,
+            phases.run,
         ]
         if self._files is not None:
             trash = CheckpointTrash(self._files, token, policy.timeouts)
             beside.append(CheckpointRetention(log, trash, token, policy).run)
-        return Reducer(
+        reducer = Reducer(
             log,
             self._files,
             token,
@@ -236,6 +239,8 @@ class _Lead:
             reached=self._reached,
             policy=policy,
         )
+        reducer.clock = phases.clock
+        return reducer
 
     def _faults(self, retention: LogRetention | None) -> dict[str, str]:
         """Return what the leader cannot write now, each with the error in words."""

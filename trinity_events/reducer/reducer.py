@@ -27,6 +27,7 @@ from trinity_schemas import Envelope, EnvelopeReader, SaveGranted, encode
 from ..core import Monitor, MonitorState, encode_state, plan_files
 from ..core.announcements import OF_AN_EPOCH, newest_subjects
 from ..core.decisions.timeouts import lease_holders
+from ..diagnostics.phases import PhaseClock
 from ..log import ORIGIN, Commit, DeadLetter, Entry, EventLog, PageSize, Stream, position
 from ..log.page_size import in_turns
 from ..log.position import is_from_a_clock
@@ -106,6 +107,8 @@ class Reducer:
         """Position of the last commit that the log accepted."""
         self._limits = limits = policy.fold
         self._timeouts = policy.timeouts
+        self.clock = PhaseClock()
+        """Clock of the seconds in which entries are folded and committed."""
         self._decode = EnvelopeReader().decode
         self._batch = PageSize(limits.batch_entries, limits.page_bytes)
         self._after = ORIGIN
@@ -261,6 +264,12 @@ class Reducer:
         self, monitor: Monitor, entries: list[Entry], nbytes: int, *, last: bool
     ) -> bool:
         """Fold a batch and commit it; wait for the commit only of the ``last`` batch."""
+        with self.clock.phase("folding"):
+            return await self._fold_and_commit(monitor, entries, nbytes, last=last)
+
+    async def _fold_and_commit(
+        self, monitor: Monitor, entries: list[Entry], nbytes: int, *, last: bool
+    ) -> bool:
         state = monitor.state
         step = _BatchResult(state)
         since = self._since_snapshot
