@@ -154,3 +154,24 @@ async def test_the_example_on_megatron_goes_on_at_its_layout_after_everything_wa
     logged = TrainConfig.from_text(resumed.event.config)
     assert logged == read_config(folder / "config.yaml").checked()
     assert (logged.steps, logged.trainer.engine) == (steps, "megatron")
+
+
+@pytest.mark.nightly(
+    "crashes/test_killed_runs.py::test_a_run_of_adapters_that_was_killed_ends_with_the_bits_of_an_undisturbed_one"
+)
+def test_ranks_that_share_layers_go_on_after_everything_was_killed(
+    train, kill, redis_url, run_id, tmp_path, policy_folder
+):
+    """At the layout of the checkpoint, and then as replicas with whole layers."""
+    file = small_run(
+        tmp_path,
+        policy_folder,
+        trainer={"ranks": 2, "tensor_parallel": 2, "fused_loss": True},
+        rollouts={"prompts_per_step": PROMPTS},
+        checkpoints={"interval": 2, "root": str(tmp_path)},
+    )
+    steps = kill(train(file, 100_000)) + 3
+    assert "resumes from the checkpoint of step" in finished(train(file, steps))
+    finished(train(file, steps + 1, "trainer.tensor_parallel=1"))
+    assert ledger_faults(redis_url, run_id, steps=steps + 1, prompts=PROMPTS) == []
+    assert serving_faults(whole_log(redis_url, run_id)) == []

@@ -3444,6 +3444,35 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "ranks cannot share the sequences of GPT2Model, whose attention is not of transformers' interface: set trainer.context_parallel 1",
         ),
     ],
+    "TensorParallelRefused": [
+        (
+            {"fault": "plan", "model": "GPT2LMHeadModel"},
+            "GPT2LMHeadModel has no plan by which ranks share its layers (tp_plan): set trainer.tensor_parallel 1",
+        ),
+        (
+            {
+                "fault": "style",
+                "model": "Odd",
+                "what": "model.layers.0.mlp.experts",
+                "style": "moe_tp_experts",
+            },
+            "the plan of Odd divides model.layers.0.mlp.experts as moe_tp_experts, which FSDP's ranks cannot: set trainer.tensor_parallel 1",
+        ),
+        (
+            {
+                "fault": "parts",
+                "model": "Odd",
+                "what": "key-value heads",
+                "count": 2,
+                "ranks": 4,
+            },
+            "Odd has 2 key-value heads, which 4 ranks cannot share: set trainer.tensor_parallel to a divisor",
+        ),
+        (
+            {"fault": "logits", "model": "Odd"},
+            "Odd computes other logits where ranks share its layers: set trainer.tensor_parallel 1",
+        ),
+    ],
     "UnsupportedModel": [
         (
             {"model_type": "gpt2", "supported": ("qwen2", "llama")},
@@ -3674,14 +3703,13 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             {"fault": "model", "tensor": "w"},
             "the saved shards and the model here do not both have w: is it a checkpoint of this model?",
         ),
-        ({"fault": "joined"}, "only tensors that FSDP shards by rows can be joined"),
         (
-            {"fault": "loaded"},
-            "only tensors that FSDP shards by rows load at another number of ranks",
+            {"fault": "layout", "placement": "[Partial(sum)]"},
+            "the saved shards have a tensor that is laid out as [Partial(sum)], and even chunks alone can be joined: save it from FSDP2",
         ),
         (
-            {"fault": "rows", "saved": 3, "rows": 4},
-            "the saved shards have 3 rows of a tensor that has 4 here: is it a checkpoint of this model?",
+            {"fault": "shape", "saved": (3, 2), "shape": (4, 2)},
+            "the saved shards have a tensor of shape (3, 2) that has (4, 2) here: is it a checkpoint of this model?",
         ),
     ],
     "ObjectStoreUnusable": [

@@ -172,7 +172,25 @@ CONTRADICTIONS: list[tuple[str, dict[str, object]]] = [
         "teacher: {path: /t}}}",
         {"algorithm.loss": "divergence", "trainer.fused_loss": True},
     ),
-    ("trainer: {tensor_parallel: 2}", {"trainer.tensor_parallel": 2, "trainer.engine": "fsdp"}),
+    (
+        "trainer: {engine: verl, tensor_parallel: 2}",
+        {"trainer.tensor_parallel": 2, "trainer.engine": "verl"},
+    ),
+    (
+        "trainer: {tensor_parallel: 2, ranks: 3}",
+        {"trainer.tensor_parallel": 2, "trainer.ranks": 3},
+    ),
+    *(
+        (
+            f"{{trainer: {{tensor_parallel: 2, ranks: 2, {trainer}}}, {other}}}",
+            {path: value, "trainer.tensor_parallel": 2, "trainer.engine": "fsdp"},
+        )
+        for trainer, other, path, value in (
+            ("context_parallel: 2", "seed: 0", "trainer.context_parallel", 2),
+            ("cpu_offload: true", "seed: 0", "trainer.cpu_offload", True),
+            ("cpus: 1", "model: {lora: {rank: 4}}", "model.lora.rank", 4),
+        )
+    ),
     (
         "trainer: {engine: megatron, tensor_parallel: 3}",
         {
@@ -544,7 +562,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 
 def test_every_mistake_is_found_and_the_first_tells_how_many_others(tmp_path):
-    reading = read_config(written(tmp_path, "step: 3\nseed: -1\ntrainer: {tensor_parallel: 2}"))
+    reading = read_config(written(tmp_path, "step: 3\nseed: -1\ntrainer: {pipeline_parallel: 2}"))
     assert len(reading.problems) == 3
     with raises(SeveralMistakes, fault="first", mistakes=tuple(reading.problems)):
         reading.checked()
@@ -817,10 +835,10 @@ def test_the_configuration_says_which_checkpoints_have_a_hugging_face_folder(whi
 
 def test_options_are_named_in_messages_about_them():
     options = {option.removeprefix("--").replace("-", "_"): None for option in OPTIONS}
-    [problem] = overlaid(options | {"tensor_parallel": 2})[0].problems
+    [problem] = overlaid(options | {"tensor_parallel": 2, "engine": "verl"})[0].problems
     assert str(problem) == (
-        "--tensor-parallel is 2, and --engine fsdp has no such option: set --engine megatron or "
-        "verl-megatron, or leave it out"
+        "--tensor-parallel is 2, and --engine verl has no such option: set --engine fsdp, megatron "
+        "or verl-megatron, or leave it out"
     )
 
 

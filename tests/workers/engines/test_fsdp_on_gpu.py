@@ -22,6 +22,7 @@ from trinity_workers.algorithms.collate import collate
 from trinity_workers.engines.fsdp import FSDPEngine
 from trinity_workers.engines.fsdp_context import ContextRanks
 from trinity_workers.engines.fsdp_options import FSDPOptions
+from trinity_workers.engines.fsdp_tensor import TensorRanks
 from trinity_workers.engines.learning_rate import LearningRate
 from trinity_workers.helpers import fsdp_upload_state_dict, strategy_for
 from trinity_workers.learning.logprobs import response_logprobs
@@ -176,30 +177,32 @@ def pair(processes):
     processes.leave()
 
 
-def step_on(rank: Rank, folder: Any, dtype: str, context: int) -> tuple[torch.Tensor, float]:
+def step_on(rank: Rank, folder: Any, dtype: str, way: str | None) -> tuple[torch.Tensor, float]:
     """Return log-probabilities of one batch, and the norm of their mean's gradient."""
     cuda = torch.device("cuda", 0)
-    ranks = ContextRanks.of(context, cuda)
+    context = ContextRanks.of(2 if way == "context" else 1, cuda)
+    tensor = TensorRanks.of(2 if way == "tensor" else 1, cuda)
     engine = FSDPEngine(
         folder,
         device=cuda,
         learning_rate=1e-3,
         dtype=dtype,
-        options=FSDPOptions(context=ranks, shard_layers_from=1),
+        options=FSDPOptions(context=context, tensor=tensor, shard_layers_from=1),
     )
-    group = None if ranks is None else ranks.group
+    group = None if context is None else context.group
     batch = collate(make_groups("r", 1), 0).to(cuda)
-    logprobs = response_logprobs(engine.module, batch, group=group)
+    logprobs = response_logprobs(engine.module, batch, fused=way == "tensor", group=group)
     # All have the same batch: without shared sequences, FSDP's mean is of equal gradients.
     engine.accumulate(logprobs.sum() / batch.token_count, first=True, last=True)
     return logprobs.detach().cpu(), engine.apply_gradients()
 
 
+@pytest.mark.parametrize("way", ["context", "tensor"])
 @pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-4), ("bfloat16", 0.1)])
-def test_ranks_that_share_sequences_have_the_numbers_of_whole_ones(
-    pair, policy_folder, dtype, close
+def test_ranks_that_share_sequences_or_layers_have_the_numbers_of_whole_ones(
+    pair, policy_folder, dtype, close, way
 ):
-    whole = pair(step_on, policy_folder, dtype, 1)[0]
-    for logprobs, norm in pair(step_on, policy_folder, dtype, 2):
+    whole = pair(step_on, policy_folder, dtype, None)[0]
+    for logprobs, norm in pair(step_on, policy_folder, dtype, way):
         torch.testing.assert_close(logprobs, whole[0], rtol=0, atol=close)
         assert norm == pytest.approx(whole[1], rel=close)

@@ -1,4 +1,4 @@
-"""FSDP checkpoints loaded at another number of ranks than they were saved with."""
+"""FSDP checkpoints loaded in another layout, or number of ranks, than they were saved with."""
 
 from __future__ import annotations
 
@@ -18,22 +18,28 @@ import numpy as np  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from tests.support.rank_processes import Rank  # noqa: E402
-from tests.support.tensors import assert_equal  # noqa: E402
+from tests.support.tensors import assert_equal, identical  # noqa: E402
 from trinity_events.checkpoints.layout import MANIFEST  # noqa: E402
 from trinity_events.checkpoints.verification import CheckpointDamaged  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine  # noqa: E402
+from trinity_workers.engines.fsdp_options import FSDPOptions  # noqa: E402
+from trinity_workers.engines.fsdp_tensor import TensorRanks  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
-from trinity_workers.engines.reshard import ReshardRefused  # noqa: E402
+from trinity_workers.engines.reshard import ReshardRefused, tensors_of_shards  # noqa: E402
 from trinity_workers.learning.values import load_critic  # noqa: E402
 from trinity_workers.runtime.collectives import PeerFailed  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
+CPU = torch.device("cpu")
 
 
-def begin(rank: Rank, policy: Path, load: Callable[..., Any] | None = None) -> None:
+def begin(
+    rank: Rank, policy: Path, load: Callable[..., Any] | None = None, tensor: int = 1
+) -> None:
     rate = LearningRate(highest=1e-3, warmup_steps=2, schedule="cosine", steps=5)
+    options = FSDPOptions(tensor=TensorRanks.of(tensor, CPU))
     rank.objects.engine = FSDPEngine(
-        policy, device=torch.device("cpu"), learning_rate=rate, load=load
+        policy, device=CPU, learning_rate=rate, load=load, options=options
     )
     rank.objects.engine.module.train()
 
@@ -85,21 +91,32 @@ def draw(rank: Rank) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize(
     ("saved_with", "loaded_with", "load", "step"),
-    [(2, 3, None, take_step), (3, 1, None, take_step), (2, 3, load_critic, take_critics_step)],
-    ids=["more ranks", "fewer ranks", "critic"],
+    [
+        ((2, 1), (3, 1), None, take_step),
+        ((3, 1), (1, 1), None, take_step),
+        ((2, 1), (3, 1), load_critic, take_critics_step),
+        ((2, 2), (2, 1), None, take_step),
+        ((3, 1), (4, 2), load_critic, take_critics_step),
+        ((4, 2), (1, 1), None, take_step),
+    ],
+    ids=["more ranks", "fewer ranks", "critic", "whole layers", "shared layers", "one rank"],
 )
-def test_a_checkpoint_loads_bit_for_bit_at_another_number_of_ranks(
+def test_a_checkpoint_loads_bit_for_bit_in_another_layout(
     rank_group, policy_folder, tmp_path, saved_with, loaded_with, load, step
 ):
-    group = rank_group(saved_with)
-    group(begin, policy_folder, load)
+    ranks, tensor = saved_with
+    group = rank_group(ranks)
+    group(begin, policy_folder, load, tensor)
     for seed in (1, 2):
         group(step, seed)
     group(save, tmp_path)
     tensors, plan = group(full)[0], group(schedule)[0]
+    for name, value in tensors_of_shards(tmp_path):  # as a conversion reads them
+        assert identical(value, tensors[name]), name
 
+    loaded_with, tensor = loaded_with
     group = rank_group(loaded_with)
-    group(begin, policy_folder, load)
+    group(begin, policy_folder, load, tensor)
     group(load_checkpoint, tmp_path)
     for weights in group(full):
         assert_equal(weights, tensors)

@@ -10,9 +10,11 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from tests.support.errors import raises
 from trinity_events.errors import PackageMissing
 from trinity_events.system import disk_space
 from trinity_workers.config.files import read_config
+from trinity_workers.engines.fsdp_tensor import TensorParallelRefused
 from trinity_workers.launch import run_check
 from trinity_workers.launch.run_check import ExpertsNotTaken, NotEnoughSpace, find_mistakes
 from trinity_workers.rollout_engines.loading import SamplingNotSupported
@@ -117,6 +119,15 @@ def whole(tmp_path, policy_folder):
 async def test_nothing_is_wrong_with_a_whole_run(whole, tmp_path):
     checked = find_mistakes(whole(), tmp_path, alone=True, ray_address=None, thorough=True)
     assert await checked == []
+
+
+async def test_a_model_whose_layers_ranks_cannot_share_is_refused_before_they_load_it(
+    whole, tmp_path
+):
+    config = whole(trainer={"ranks": 4, "tensor_parallel": 4})
+    [mistake] = await find_mistakes(config, tmp_path, alone=True, ray_address=None, thorough=True)
+    with raises(TensorParallelRefused, fault="parts", what="key-value heads", count=2, ranks=4):
+        raise mistake
 
 
 async def test_every_set_of_questions_is_checked(whole, tmp_path):

@@ -26,6 +26,7 @@ from trinity_workers.engines.adamw import AdamWOptions  # noqa: E402
 from trinity_workers.engines.fsdp import FSDPEngine, frozen_policy  # noqa: E402
 from trinity_workers.engines.fsdp_context import ContextRanks  # noqa: E402
 from trinity_workers.engines.fsdp_options import FSDPOptions  # noqa: E402
+from trinity_workers.engines.fsdp_tensor import TensorRanks  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
 from trinity_workers.learning.logprobs import response_logits, response_logprobs  # noqa: E402
 from trinity_workers.learning.policy import create_policy, load_policy  # noqa: E402
@@ -75,13 +76,14 @@ def take_steps(
     *,
     memory: FSDPOptions = FSDPOptions(),  # noqa: B008  # frozen
     context: int = 1,
+    tensor: int = 1,
     **options,
 ):
     """Take two steps; return their metrics, the last gradients and the weights, in full."""
     torch.manual_seed(0)
     settings = settings_of(values)
-    ranks = ContextRanks.of(context, CPU)
-    common = {"device": CPU, "options": msgspec.structs.replace(memory, context=ranks)}
+    shared = {"context": ContextRanks.of(context, CPU), "tensor": TensorRanks.of(tensor, CPU)}
+    common = {"device": CPU, "options": msgspec.structs.replace(memory, **shared)}
     trained = common | {"adamw": AdamWOptions(max_grad_norm=GRADIENT_NORM)}
     policy = FSDPEngine(folder, learning_rate=RATES, **trained)
     critic = None
@@ -91,8 +93,8 @@ def take_steps(
     reference = frozen_policy(folder, **common) if needs_reference else None
     teaches = frozen_policy(teacher, **common) if settings.needs_teacher else None
     models = Models(policy, critic, reference, teaches)
-    step = FSDPTrainingStep(models, settings, context=ranks, **options)
-    replica, replicas = rank.number // context, rank.world // context
+    step = FSDPTrainingStep(models, settings, **shared, **options)
+    replica, replicas = rank.number // context // tensor, rank.world // context // tensor
     metrics = [step.learn(share(seed, replica, replicas)) for seed in (1, 2)]
     gradients, weights = {}, {}
     for prefix, engine in (("policy.", policy), ("critic.", critic)):
@@ -148,32 +150,36 @@ SHARED = {
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_ranks_that_share_sequences_have_the_numbers_of_one(
+def test_ranks_that_share_sequences_or_layers_have_the_numbers_of_one(
     rank_group, policy_folder, teacher_of, name
 ):
     values, options = SHARED[name]
     [whole] = rank_group(1)(take_steps, policy_folder, teacher_of, values, **options)
-    shared = rank_group(2)(take_steps, policy_folder, teacher_of, values, context=2, **options)
-    for metrics, gradients, weights in shared:
-        for step in (0, 1):
-            # Norms before the clip among them: AdamW would hide a factor.
-            assert metrics[step] == pytest.approx(whole[0][step], abs=1e-4, rel=1e-4)
-        assert metrics[0]["gradient_norm"] > 1e-3
-        for key, value in whole[1].items():
-            torch.testing.assert_close(gradients[key], value, atol=2e-5, rtol=1e-3)
-        for key, value in whole[2].items():
-            torch.testing.assert_close(weights[key], value, atol=1e-4, rtol=0)
+    ranks = rank_group(2)
+    for way in ("context", "tensor"):
+        shared = ranks(take_steps, policy_folder, teacher_of, values, **{way: 2}, **options)
+        for metrics, gradients, weights in shared:
+            for step in (0, 1):
+                # Norms before the clip among them: AdamW would hide a factor.
+                assert metrics[step] == pytest.approx(whole[0][step], abs=1e-4, rel=1e-4)
+            assert metrics[0]["gradient_norm"] > 1e-3
+            for key, value in whole[1].items():
+                torch.testing.assert_close(gradients[key], value, atol=2e-5, rtol=1e-3)
+            for key, value in whole[2].items():
+                torch.testing.assert_close(weights[key], value, atol=1e-4, rtol=0)
 
 
 @pytest.mark.nightly(
-    "workers/trainer/test_fsdp_step.py::test_ranks_that_share_sequences_have_the_numbers_of_one"
+    "workers/trainer/test_fsdp_step.py::"
+    "test_ranks_that_share_sequences_or_layers_have_the_numbers_of_one"
 )
-def test_replicas_whose_ranks_share_sequences_have_the_numbers_of_whole_ones(
-    rank_group, policy_folder
+@pytest.mark.parametrize("way", ["context", "tensor"])
+def test_replicas_whose_ranks_share_them_have_the_numbers_of_whole_ones(
+    rank_group, policy_folder, way
 ):
     values = DIVIDED["sequence-mean"]
     whole = rank_group(2)(take_steps, policy_folder, None, values)
-    shared = rank_group(4)(take_steps, policy_folder, None, values, context=2)
+    shared = rank_group(4)(take_steps, policy_folder, None, values, **{way: 2})
     for metrics, _, weights in shared:
         assert metrics[1] == pytest.approx(whole[0][0][1], abs=1e-4, rel=1e-4)
         for key, value in whole[0][2].items():

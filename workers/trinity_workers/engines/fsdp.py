@@ -35,11 +35,13 @@ from .base import trained_module
 from .buffers import saved_buffers
 from .fsdp_context import check_shared
 from .fsdp_options import FSDPOptions
+from .fsdp_tensor import divide_layers
 from .learning_rate import LearningRate, as_learning_rate
 from .model_memory import ALL, OffloadedModel, holding, optimizer_tensors
 from .offload import FrozenOffload, Offload
 from .random_states import random_states, set_random_states
 from .reshard import (
+    has_optimizer_layout,
     resharded_optimizer,
     saved_world,
     shard_file,
@@ -72,6 +74,7 @@ class FSDPEngine(ShardedEngine):
         RecomputeRefused: if the model cannot compute its activations again.
         PackingRefused: if the model does not keep packed samples apart.
         ContextRefused: if ranks cannot share the model's sequences.
+        TensorParallelRefused: if they cannot share its layers.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class FSDPEngine(ShardedEngine):
         self.user_files = read_user_files(model_folder) if dist.get_rank() == 0 else {}
         """Tokenizer and generation defaults of the folder, on the rank that writes them."""
         self._device = device
+        self._tensor_ranks = 1 if options.tensor is None else options.tensor.mesh.shape[1]
         trained = adapter_tree(model) or model
         # Before the shards become float32, below.
         self.published_dtypes = {
@@ -255,13 +259,18 @@ class FSDPEngine(ShardedEngine):
     def _read_training(self, folder: Path, world: int) -> dict[str, Any]:
         if self.optimizer is None:
             return {"scheduler": _read_schedule(folder, world)}
+        training: dict[str, Any]
         if world == dist.get_world_size():
-            return read_state(folder / shard_name("optim"))
-        rank, states = dist.get_rank(), states_of_shards(folder, "optim", world)
-        training: dict[str, Any] = {"scheduler": states[0]["scheduler"]}
+            training = read_state(folder / shard_name("optim"))
+            if has_optimizer_layout(training["optimizer"], self.optimizer):
+                return training
+        states = states_of_shards(folder, "optim", world)
+        training = {"scheduler": states[0]["scheduler"]}
         training["optimizer"] = resharded_optimizer(
             [state["optimizer"] for state in states], self.optimizer
         )
+        # Ranks that share layers drop the same activations: they continue the first one's states.
+        rank = dist.get_rank() // self._tensor_ranks * self._tensor_ranks
         # More ranks than before: the new ones keep what they were seeded with.
         if rank < world:
             training["random"] = states[rank]["random"]
@@ -332,8 +341,12 @@ def _shard(model: Any, device: torch.device, dtype: torch.dtype, options: FSDPOp
     )
     away = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     offload = away if options.cpu_offload else OffloadPolicy()
-    # veRL's merger requires this name.
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    if options.tensor is None:
+        # veRL's merger requires this name.
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    else:
+        divide_layers(model, options.tensor)
+        mesh = options.tensor.mesh["fsdp"]
     # Layers before the whole: FSDP2 leaves to the outer unit what no inner one has taken.
     if _is_large(model, options):
         layers = set(model._no_split_modules or ())

@@ -25,7 +25,7 @@ from .context_parallel import SequenceShare, causal_attention, gather_sequence
 
 _ATTENTION = "trinity-context"
 """Name of the attention in transformers' registry."""
-_AGREEMENT = 0.01
+AGREEMENT = 0.01
 """Largest difference of a logit, as a share of the largest one; rounding is far below it."""
 
 
@@ -110,7 +110,7 @@ def check_shared(module: nn.Module, group: dist.ProcessGroup, device: torch.devi
         whole, shared = (module(**given, use_cache=cached).logits for cached in (True, False))
     module.train(was_training)
     differences = (whole - shared).float().abs()[mask.bool()]
-    if not differences.max() <= _AGREEMENT * whole.float().abs().max():
+    if not differences.max() <= AGREEMENT * whole.float().abs().max():
         raise ContextRefused("logits", type(module).__name__)
 
 

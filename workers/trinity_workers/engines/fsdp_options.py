@@ -10,6 +10,7 @@ from trinity_events.errors import TrinityError
 
 from ..learning.packing import pack_rows
 from .fsdp_context import ContextRanks, share_sequences
+from .fsdp_tensor import TensorRanks
 
 
 class RecomputeRefused(TrinityError):
@@ -39,6 +40,8 @@ class FSDPOptions(Struct, frozen=True, kw_only=True):
     """Parameters from which each layer is gathered by itself: below, one all-gather is faster."""
     context: ContextRanks | None = None
     """Ranks that share this rank's sequences; None if it has them whole."""
+    tensor: TensorRanks | None = None
+    """Ranks of which neighbours share every layer; None if each has layers whole."""
 
     def prepare(self, model: Any) -> None:
         """Set up recomputation, packing and shared sequences in a model that is not sharded yet.

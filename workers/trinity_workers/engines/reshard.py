@@ -1,7 +1,7 @@
-"""Loading of FSDP shards at another number of ranks than they were saved with.
+"""Loading of FSDP shards in another layout, or number of ranks, than they were saved with.
 
-Every rank maps all shard files into memory and copies the rows that are its own: no rank holds a
-full tensor, and nothing is gathered.
+Every rank maps all shard files into memory and copies the elements that are its own: no rank holds
+a full tensor, and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from trinity_events.errors import TrinityError
+from trinity_events.weights.slices import TensorSlice, coverage_error, full_slice, intersection
 
 from .model_folder import FolderReader, are_equal, check_all_used
+from .shard_slices import HeldSlice, find_held_slice
 from .state_files import read_state
 
 _SHARD_FILE = re.compile(r"(?:model|optim)_world_size_(\d{1,6})_rank_0\.pt")
@@ -30,31 +32,33 @@ class ReshardRefused(TrinityError):
 
     Attributes:
         fault: ``ranks`` if there are shards of several numbers of them, ``tensor`` if one is
-            missing, ``model`` if the model has others, ``joined`` and ``loaded`` if a tensor is not
-            sharded by rows, ``rows`` if it has other rows.
+            missing, ``model`` if the model has others, ``layout`` if one is not in even chunks,
+            ``shape`` if it has another one.
         folder: Folder of the shards.
         ranks: Numbers of ranks.
         tensor: Name of a tensor.
-        saved: Rows that the shards have.
-        rows: Rows of the model's tensor.
+        placement: Its placement.
+        saved: Its shape in the shards.
+        shape: Its shape in the model.
     """
 
     is_lasting = True
 
-    fault: Literal["ranks", "tensor", "model", "joined", "loaded", "rows"]
+    fault: Literal["ranks", "tensor", "model", "layout", "shape"]
     folder: Path | None = None
     ranks: tuple[int, ...] = ()
     tensor: str = ""
-    saved: int = 0
-    rows: int = 0
+    placement: str = ""
+    saved: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
     texts: ClassVar = {
         "ranks": "{folder} has shards of {_ranks} ranks: start as many ranks as one of them",
         "tensor": "{folder} has no tensor {tensor}: is its config.json the one of its weights?",
         "model": "the saved shards and the model here do not both have {tensor}: is it a "
         "checkpoint of this model?",
-        "joined": "only tensors that FSDP shards by rows can be joined",
-        "loaded": "only tensors that FSDP shards by rows load at another number of ranks",
-        "rows": "the saved shards have {saved} rows of a tensor that has {rows} here: is it a "
+        "layout": "the saved shards have a tensor that is laid out as {placement}, and even chunks "
+        "alone can be joined: save it from FSDP2",
+        "shape": "the saved shards have a tensor of shape {saved} that has {shape} here: is it a "
         "checkpoint of this model?",
     }
 
@@ -153,9 +157,7 @@ def _joined(values: Sequence[Any]) -> torch.Tensor:
     if not isinstance(first, DTensor):
         whole: torch.Tensor = first
         return whole
-    if list(first.placements) != [Shard(0)]:
-        raise ReshardRefused("joined")
-    return torch.cat([value.to_local() for value in values])
+    return _assembled(values, full_slice(first.shape))
 
 
 @contextmanager
@@ -205,9 +207,7 @@ def model_from_folder(reader: FolderReader, module: Any) -> dict[str, Any]:
 
 def resharded_optimizer(states: Sequence[dict[str, Any]], optimizer: Any) -> dict[str, Any]:
     """Return this rank's optimizer state dict, from those of all ranks that saved."""
-    # By index, as torch names a parameter's state: the order of parameters is the model's.
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    first = states[0]
+    parameters, first = _parameters(optimizer), states[0]
     return {
         "param_groups": first["param_groups"],
         "state": {
@@ -220,35 +220,85 @@ def resharded_optimizer(states: Sequence[dict[str, Any]], optimizer: Any) -> dic
     }
 
 
+def has_optimizer_layout(state: dict[str, Any], optimizer: Any) -> bool:
+    """Return True if the saved state of an optimizer is laid out as its parameters."""
+    parameters = _parameters(optimizer)
+    return all(
+        has_layout(value, parameters[index])
+        for index, values in state["state"].items()
+        for value in values.values()
+    )
+
+
+def _parameters(optimizer: Any) -> list[torch.Tensor]:
+    # By index, as torch names a parameter's state: the order of parameters is the model's.
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def has_layout(value: Any, like: Any) -> bool:
+    """Return True if a saved value is laid out as a tensor here, so that each rank has its own."""
+    if not isinstance(value, DTensor) or not isinstance(like, DTensor):
+        return not isinstance(value, DTensor)
+    return (value.placements, value.device_mesh.shape) == (like.placements, like.device_mesh.shape)
+
+
 def _resharded(values: Sequence[Any], like: Any) -> Any:
     """Return this rank's share of a value, laid out as ``like``; a plain value is rank 0's."""
     if not isinstance(values[0], DTensor):
         return values[0]
-    if not isinstance(like, DTensor) or list(like.placements) != [Shard(0)]:
-        raise ReshardRefused("loaded")
-    return _laid_out([value.to_local() for value in values], like)
+    if values[0].shape != like.shape:
+        raise ReshardRefused("shape", saved=tuple(values[0].shape), shape=tuple(like.shape))
+    return _laid_out(_assembled(values, _held_slice(like, dist.get_rank()).place), like)
 
 
 def _slice_full_tensor(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return this rank's share of a full tensor, laid out as ``like`` and in its dtype."""
     value = value.to(like.dtype)
-    return _laid_out([value], like) if isinstance(like, DTensor) else value
+    if not isinstance(like, DTensor):
+        return value
+    if value.shape != like.shape:
+        raise ReshardRefused("shape", saved=tuple(value.shape), shape=tuple(like.shape))
+    own = _held_slice(like, dist.get_rank()).place
+    # A copy, as the tensor may be a view of a mapped file.
+    return _laid_out(value[own.inside(full_slice(value.shape))].clone(), like)
 
 
-def _laid_out(shards: Sequence[torch.Tensor], like: DTensor) -> DTensor:
-    """Return this rank's rows of consecutive shards."""
-    # (rows of this rank, ...). On the CPU, since the shards are mapped files.
-    local = torch.empty_like(like.to_local(), dtype=shards[0].dtype, device="cpu")
-    first = _first_row(like)
-    offset = 0
-    for rows in shards:
-        begin, end = max(first, offset), min(first + len(local), offset + len(rows))
-        if begin < end:
-            local[begin - first : end - first] = rows[begin - offset : end - offset]
-        offset += len(rows)
-    # Else rows that no shard has would be left as empty_like() found them.
-    if offset != like.shape[0]:
-        raise ReshardRefused("rows", saved=offset, rows=like.shape[0])
+def _assembled(shards: Sequence[DTensor], target: TensorSlice) -> torch.Tensor:
+    """Return a slice of a tensor, on the CPU, from the shards of all ranks that saved."""
+    local = torch.empty(target.shape, dtype=shards[0].dtype)
+    # One rank's of what several hold alike.
+    parts = [
+        (part.place, shard.to_local())
+        for rank, shard in enumerate(shards)
+        if (part := _held_slice(shard, rank)).is_first
+    ]
+    # Else elements that no shard has would be left as empty() found them.
+    if any(place.shape != rows.shape for place, rows in parts) or coverage_error(
+        target, [place for place, _ in parts]
+    ):
+        raise _refused_layout(shards[0])
+    for place, rows in parts:
+        common = intersection(target, place)
+        if common is not None:
+            local[common.inside(target)] = rows[common.inside(place)]
+    return local
+
+
+def _held_slice(tensor: DTensor, rank: int) -> HeldSlice:
+    """Return the slice of a tensor that a rank of the group holds, or held when it saved."""
+    [coordinate] = (tensor.device_mesh.mesh == rank).nonzero().tolist()
+    part = find_held_slice(tensor, coordinate)
+    if part is None:
+        raise _refused_layout(tensor)
+    return part
+
+
+def _refused_layout(tensor: DTensor) -> ReshardRefused:
+    return ReshardRefused("layout", placement=str(list(tensor.placements)))
+
+
+def _laid_out(local: torch.Tensor, like: DTensor) -> DTensor:
+    """Return this rank's share as a tensor laid out as ``like``."""
     # run_check would exchange the shapes: a collective, while a rank may still fail to read.
     return DTensor.from_local(
         local.to(like.device),
@@ -258,11 +308,3 @@ def _laid_out(shards: Sequence[torch.Tensor], like: DTensor) -> DTensor:
         shape=like.shape,
         stride=like.stride(),
     )
-
-
-def _first_row(tensor: DTensor) -> int:
-    """Return the index of this rank's first row: torch cuts rows into chunks of one size."""
-    world, rank = tensor.device_mesh.size(), tensor.device_mesh.get_local_rank()
-    # As torch.chunk(): all chunks but the last are rounded up, and the last ranks may have none.
-    chunk = -(-tensor.shape[0] // world)
-    return min(rank * chunk, tensor.shape[0])

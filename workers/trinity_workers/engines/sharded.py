@@ -22,7 +22,13 @@ from .base import CheckpointedEngine, trained_module
 from .buffers import all_buffer_names
 from .learning_rate import LearningRate, apply_learning_rate
 from .model_folder import FolderReader, has_weights
-from .reshard import model_from_folder, resharded_model, shard_file, states_of_shards
+from .reshard import (
+    has_layout,
+    model_from_folder,
+    resharded_model,
+    shard_file,
+    states_of_shards,
+)
 from .state_files import copied, read_state, write_state
 
 FSDP_CONFIG = "fsdp_config.json"
@@ -174,7 +180,10 @@ class ShardedEngine(CheckpointedEngine):
         if not shard_file(folder, part, world, 0).is_file() and has_weights(whole):
             return model_from_folder(FolderReader(whole), module)
         if world == dist.get_world_size():
-            return read_state(folder / shard_name(part))
+            state = read_state(folder / shard_name(part))
+            here = module.state_dict()
+            if all(has_layout(value, here.get(name)) for name, value in state.items()):
+                return state
         return resharded_model(states_of_shards(folder, part, world), module)
 
 

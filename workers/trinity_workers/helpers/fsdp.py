@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from trinity_events.coordinator import PlannedSave
 from trinity_events.errors import TrinityError
 from trinity_events.weights import ShardOffset, Synchronizer
 from trinity_events.weights.compatibility import plain_name
-from trinity_events.weights.slices import find_chunk
 from trinity_schemas import Probes
 
 from ..engines.base import LocalShard, TrainEngine, per_tensor_params, resident, trained_module
 from ..engines.buffers import all_buffer_names, saved_buffers
+from ..engines.shard_slices import find_held_slice
 from ..engines.sharded import description_paths, saved_part, shard_name, write_description
 from ..engines.state_files import copied, count_bytes, write_state
 from ..runtime.collectives import rank_and_world
@@ -228,26 +228,15 @@ def fsdp_shards(
 
 def _place(name: str, value: DTensor) -> ShardOffset | None:
     """Return the offset of the rank's shard; None if it is empty or another rank publishes it."""
-    mesh, shape, begins = value.device_mesh, list(value.shape), [0] * value.dim()
-    coordinate: Sequence[int] | None = mesh.get_coordinate()
+    coordinate: Sequence[int] | None = value.device_mesh.get_coordinate()
     if coordinate is None:
         return None
-    first = True
-    for placement, parts, index in zip(value.placements, mesh.shape, coordinate, strict=True):
-        first = first and index == 0
-        if placement.is_replicate():
-            if index:
-                return None
-        elif type(placement) is Shard:
-            dim = placement.dim
-            begin, shape[dim] = find_chunk(shape[dim], parts, index)
-            begins[dim] += begin
-        else:
-            raise ShardsRefused("placement", name, str(placement))
-    if tuple(value.to_local().shape) != tuple(shape):
-        raise ShardsRefused(
-            "shape", name, shape=tuple(value.to_local().shape), expected=tuple(shape)
-        )
+    part = find_held_slice(value, coordinate)
+    if part is None:
+        raise ShardsRefused("placement", name, str(value.placements))
+    offsets, shape = part.place
+    if tuple(value.to_local().shape) != shape:
+        raise ShardsRefused("shape", name, shape=tuple(value.to_local().shape), expected=shape)
     # One rank publishes a tensor without elements, so that readers know of it.
-    empty = 0 in shape and (0 not in value.shape or not first)
-    return None if empty else ShardOffset(tuple(begins), tuple(value.shape))
+    empty = 0 in shape and (0 not in value.shape or any(coordinate))
+    return ShardOffset(offsets, tuple(value.shape)) if part.is_first and not empty else None

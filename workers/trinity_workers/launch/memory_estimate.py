@@ -94,12 +94,13 @@ def estimate_rank(config: TrainConfig, shape: ModelShape) -> MemoryEstimate:
         optimizer = 12 / (replicas if trainer.distributed_optimizer else 1)
         state, gathered = shape.parameters * (optimizer + width + 4) / split, 0.0
     else:
-        split, replicas = 1, ranks
+        split, replicas = 1, max(1, ranks // (trainer.tensor_parallel or 1))
         trained = _LORA_SHARE if config.model.lora.rank else 1.0
         bytes_each = trained * _MASTER + (1 - trained) * _FROZEN
         state = shape.parameters * bytes_each / ranks
-        # One layer computes while the next one is gathered.
-        gathered = 2 * shape.parameters / max(1, shape.layers) * width if ranks > 1 else 0.0
+        # One layer computes while the next one is gathered, a rank's part of each.
+        layer = shape.parameters / max(1, shape.layers) / (trainer.tensor_parallel or 1)
+        gathered = 2 * layer * width if replicas > 1 else 0.0
     share = split if split > 1 else ranks
     if config.algorithm.kl.coefficient and not config.model.lora.rank:
         state += shape.parameters * _FROZEN / share
@@ -119,7 +120,9 @@ def estimate_rank(config: TrainConfig, shape: ModelShape) -> MemoryEstimate:
         if trainer.recompute
         else of_layer * layers
     )
-    logits = tokens * shape.vocabulary * 4 * _LOGIT_COPIES / (trainer.tensor_parallel or 1)
+    # FSDP's ranks gather them.
+    sharing = trainer.tensor_parallel or 1 if trainer.on_megatron else 1
+    logits = tokens * shape.vocabulary * 4 * _LOGIT_COPIES / sharing
     parts = {
         "state": state,
         "gathered layers": gathered,

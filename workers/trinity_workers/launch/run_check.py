@@ -19,6 +19,7 @@ from trinity_events.trackers import find_tracker
 
 from ..config.errors import BadSettings, SeveralMistakes
 from ..config.sections.model import ModelConfig
+from ..config.sections.trainer import TrainerConfig
 from ..config.train_config import TrainConfig
 from ..rollout_engines.loading import check_installed, find_engine
 from ..rollouts.held_out_sets import held_out_sets, read_own_questions
@@ -200,6 +201,7 @@ def _check_model(config: TrainConfig, folder: Path | None, *, thorough: bool) ->
         check_policy_files(folder)
         if thorough:
             check_policy(folder)
+            _check_layers(folder, config.trainer)
     elif not is_built_in(config.task.name) or config.task.has_questions:
         raise BuiltInModelRefused("task")
     elif config.model.dtype != "float32":
@@ -237,6 +239,13 @@ def _check_adapters(model: ModelConfig) -> None:
     from ..learning.adapters import check_adapters
 
     check_adapters(model.lora, None if model.path is None else Path(model.path))
+
+
+def _check_layers(folder: Path, trainer: TrainerConfig) -> None:
+    if trainer.engine == "fsdp" and trainer.tensor_ranks > 1:
+        from ..engines.fsdp_tensor import check_layers
+
+        check_layers(folder, trainer.tensor_ranks)
 
 
 def _check_task(config: TrainConfig, folder: Path | None, *, thorough: bool) -> None:

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional
 
+from trinity_events.weights.slices import find_chunk
+
 from ..algorithms.batch import Batch
-from ..algorithms.logits import TokenStatistics, head_statistics, token_statistics
+from ..algorithms.logits import (
+    WHOLE,
+    TokenStatistics,
+    VocabularyPart,
+    head_statistics,
+    token_statistics,
+)
+from ..runtime.collectives import all_reduced
 from .pretrained import FusedLossRefused
 
 
@@ -128,12 +139,14 @@ def _statistics_of_head(
     made: list[Tensor] = []
 
     def statistics(hidden: Tensor) -> Tensor:
+        hidden, weight, bias, part = _local_head(hidden, head)
         of_head = head_statistics(
             hidden[:, : tokens.shape[1]],  # without the column after a whole response
-            (head.weight, head.bias),
+            (weight, bias),
             tokens,
             temperature=temperature,
             entropy=entropy,
+            part=part,
         )
         made.append(of_head.stacked())
         return made[0]
@@ -145,6 +158,26 @@ def _statistics_of_head(
     if not made or output is not made[0]:
         raise FusedLossRefused("logits")
     return TokenStatistics.from_stacked(output)
+
+
+def _local_head(
+    hidden: Tensor, head: nn.Linear
+) -> tuple[Tensor, Tensor, Tensor | None, VocabularyPart]:
+    """Return hidden states, and what this rank has of the head's weight and bias."""
+    weight, bias = head.weight, head.bias
+    if not isinstance(hidden, DTensor) or not isinstance(weight, DTensor):
+        return hidden, weight, bias, WHOLE
+    mesh = weight.device_mesh
+    group = mesh.get_group()
+    part = VocabularyPart(
+        first=find_chunk(weight.shape[0], mesh.size(), mesh.get_local_rank())[0],
+        largest=partial(all_reduced, group=group, op=dist.ReduceOp.MAX),
+        total=partial(all_reduced, group=group),
+    )
+    # Each rank has a part of the gradient of the hidden states: backward adds them up.
+    whole = hidden.to_local(grad_placements=[Partial()])
+    local_bias = bias.to_local() if isinstance(bias, DTensor) else bias
+    return whole, weight.to_local(), local_bias, part
 
 
 def _own_columns(width: int, group: dist.ProcessGroup | None) -> slice:

@@ -32,13 +32,15 @@ _NO_OPTION = "{=trainer.engine} has no such option"
 def _find_indivisible_ranks(values: Values) -> Contradictions:
     trainer = values["trainer"]
     if not trainer.on_megatron:
-        if trainer.rank_count % trainer.context_parallel:
-            yield (
-                ("trainer.context_parallel", "trainer.ranks"),
-                f"{trainer.rank_count} trainers cannot be divided into groups of "
-                f"{trainer.context_parallel} ({{trainer.context_parallel}}): choose "
-                "{trainer.ranks} as a multiple",
-            )
+        # One of them is 1, by another rule.
+        for setting in ("trainer.context_parallel", "trainer.tensor_parallel"):
+            parts = values[setting] or 1
+            if trainer.rank_count % parts:
+                yield (
+                    (setting, "trainer.ranks"),
+                    f"{trainer.rank_count} trainers cannot be divided into groups of {parts} "
+                    f"({{{setting}}}): choose {{trainer.ranks}} as a multiple",
+                )
         return
     tensor = trainer.tensor_parallel or 1
     if trainer.expert_parallel > 1 and tensor > 1 and not trainer.sequence_parallel:
@@ -81,6 +83,23 @@ def _find_indivisible_ranks(values: Values) -> Contradictions:
 def _experts(tensor: int) -> str:
     experts = "{trainer.expert_parallel}"
     return experts if tensor == 1 else f"{{trainer.tensor_parallel}} times {experts}"
+
+
+def _find_unshared_layers(values: Values) -> Contradictions:
+    trainer, tensor = values["trainer"], "trainer.tensor_parallel"
+    if trainer.engine != "fsdp" or trainer.tensor_ranks == 1:
+        return
+    for path, off, action in (
+        ("trainer.context_parallel", 1, "share no sequences"),
+        ("trainer.cpu_offload", False, "keep no parameters in the host's memory"),
+        ("model.lora.rank", 0, "train no adapters"),
+    ):
+        if values[path] != off:
+            yield (
+                (path, tensor, "trainer.engine"),
+                f"ranks of {{=trainer.engine}} that share layers ({{{tensor}}}) {action} "
+                f"({{{path}}}): set {{{path}}} {str(off).lower()}, or {{{tensor}}} 1",
+            )
 
 
 def _find_indivisible_rollouts(values: Values) -> Contradictions:
@@ -142,9 +161,10 @@ def _find_absent_profiles(values: Values) -> Contradictions:
 
 
 RULES: tuple[Rule, ...] = (
+    OnlyWhen("trainer.pipeline_parallel", _LAYOUT, _NO_OPTION),
     OnlyWhen(
-        "trainer.tensor_parallel trainer.pipeline_parallel",
-        _LAYOUT,
+        "trainer.tensor_parallel",
+        is_any("trainer.engine", "fsdp", "megatron", "verl-megatron"),
         _NO_OPTION,
     ),
     OnlyWhen(
@@ -178,6 +198,7 @@ RULES: tuple[Rule, ...] = (
         "row as it is",
         "set {trainer.packing} false, or {trainer.context_parallel} 1",
     ),
+    Computed(_find_unshared_layers),
     OnlyWhen(f"trainer.fused_loss trainer.colocated {_POLICY}", _OWN_ENGINE, _NO_OPTION),
     OnlyWhen(
         f"{_POLICY} {_CRITIC} {_REFERENCE}",

@@ -33,8 +33,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     GPU, or 0.6 of one that explorers share, where there is one for each rank; else none, and ranks
     compute on CPUs."""
     tensor_parallel: Positive | None = None
-    """On Megatron, ranks that share every layer. By default all ranks of a pipeline stage do that
-    do not share sequences or experts."""
+    """On FSDP and Megatron, ranks that share every layer. Null is 1 on FSDP; on Megatron all ranks
+    of a pipeline stage that do not share sequences or experts."""
     pipeline_parallel: Positive = 1
     """On Megatron, number of pipeline stages."""
     virtual_pipeline: Annotated[int, Meta(ge=2)] | None = None
@@ -108,10 +108,10 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
 
     @property
     def tensor_ranks(self) -> int:
-        """Return the number of ranks that share every layer on Megatron."""
+        """Return the number of ranks that share every layer."""
         if self.tensor_parallel is not None:
             return self.tensor_parallel
-        if self.expert_parallel > 1:
+        if self.expert_parallel > 1 or not self.on_megatron:
             return 1
         return max(1, self.rank_count // (self.pipeline_parallel * self.context_parallel))
 

@@ -13,6 +13,7 @@ from ...config.train_config import RunConfig
 from ...engines.fsdp import FSDPEngine, frozen_policy
 from ...engines.fsdp_context import ContextRanks
 from ...engines.fsdp_options import FSDPOptions
+from ...engines.fsdp_tensor import TensorRanks
 from ...engines.model_memory import Part
 from ...learning.adapters import policy_loader
 from ...learning.reward_model import RewardModel, load_reward_model
@@ -123,6 +124,7 @@ def make_step(
         load_models(config, device, names, options=options),
         fused=config.trainer.fused_loss,
         context=options.context,
+        tensor=options.tensor,
     )
 
 
@@ -134,4 +136,5 @@ def fsdp_options(config: RunConfig, device: torch.device) -> FSDPOptions:
         cpu_offload=trainer.cpu_offload,
         packing=trainer.packing,
         context=ContextRanks.of(trainer.context_parallel, device),
+        tensor=TensorRanks.of(trainer.tensor_ranks, device),
     )

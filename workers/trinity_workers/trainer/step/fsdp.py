@@ -20,6 +20,7 @@ from ...algorithms.update import Update
 from ...engines.base import resident
 from ...engines.fsdp import FSDPEngine
 from ...engines.fsdp_context import ContextRanks
+from ...engines.fsdp_tensor import TensorRanks
 from ...learning.logprobs import (
     response_logits,
     response_logprobs,
@@ -33,10 +34,10 @@ from .division import BatchDivision
 
 
 class FSDPTrainingStep(TrainingStep):
-    """Training step of one rank, which is a replica, or shares the sequences of one.
+    """Training step of one rank, which is a replica, or shares the sequences or layers of one.
 
     Policy and critic of the models are FSDPEngines, reference and teacher sharded modules. All are
-    of the same ``context``, where ranks share sequences.
+    of the same ``context``, where ranks share sequences, or ``tensor``, where they share layers.
     """
 
     def __init__(
@@ -46,13 +47,15 @@ class FSDPTrainingStep(TrainingStep):
         *,
         fused: bool = False,
         context: ContextRanks | None = None,
+        tensor: TensorRanks | None = None,
         **options: Any,
     ) -> None:
         super().__init__(models, settings, **options)
         self._fused = fused
         # None is the group of all ranks, and of none that share sequences.
         self._group = None if context is None else context.group
-        self._replicas = None if context is None else context.replicas
+        shared = context or tensor
+        self._replicas = None if shared is None else shared.replicas
         for engine in models.trained:
             engine.module.train()
 
@@ -164,7 +167,8 @@ class FSDPTrainingStep(TrainingStep):
         replicas, means = dist.get_world_size(self._replicas), []
         for index, part in enumerate(parts):
             update = loss_of(part)
-            # FSDP takes the mean over ranks of gradients that add up (engines.fsdp_context, 3).
+            # FSDP takes the mean over ranks of gradients that add up (engines.fsdp_context, 3), and
+            # over replicas alone where ranks share layers (engines.fsdp_tensor, 1).
             loss = update.loss(count, replicas)
             engine.accumulate(loss, first=index == 0, last=index == len(parts) - 1)
             means.append(update.means())

@@ -65,9 +65,11 @@ class TrainingRank(Worker):
         torch.manual_seed(config.seed)
 
     def rank_info(self) -> DistRankInfo:
-        """Return the place of this rank: all are replicas, but for those that share sequences."""
-        replica, part = divmod(self._rank, self._config.trainer.context_parallel)
-        return DistRankInfo(tp_rank=0, dp_rank=replica, pp_rank=0, cp_rank=part)
+        """Return the place of this rank: a replica, or one of those that share one."""
+        trainer = self._config.trainer
+        place, tensor = divmod(self._rank, trainer.tensor_ranks)
+        replica, context = divmod(place, trainer.context_parallel)
+        return DistRankInfo(tp_rank=tensor, dp_rank=replica, pp_rank=0, cp_rank=context)
 
 
 def compute_device(own_gpu: bool) -> torch.device:
