@@ -49,8 +49,8 @@ def logprobs_of(model, sequences):
     ("engine", "layout", "computed", "served", "form"),
     [
         ("fsdp", {}, "float32", "float32", "shards"),
-        ("fsdp", {}, "float32", "bfloat16", "snapshot"),
-        ("fsdp", {}, "bfloat16", "bfloat16", "full"),
+        ("fsdp", {"tensor_parallel": 2}, "float32", "bfloat16", "snapshot"),
+        ("fsdp", {"tensor_parallel": 2}, "bfloat16", "bfloat16", "full"),
         ("megatron", {"tensor_parallel": 2}, "float32", "bfloat16", "shards"),
         ("megatron", {"pipeline_parallel": 2}, "float32", "float32", "full"),
     ],
