@@ -11,8 +11,12 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("ray")
 
+from tests.support.damage import flip
 from tests.support.run_processes import small_run
-from tests.support.waits import PATIENCE
+from tests.support.saved_checkpoints import ready_checkpoints
+from tests.support.sessions import kill_session
+from tests.support.waits import PATIENCE, wait_until
+from trinity_schemas import EvaluationFinished
 
 pytestmark = [pytest.mark.processes, pytest.mark.heavy, pytest.mark.timeout(900)]
 
@@ -75,3 +79,68 @@ def test_a_model_is_evaluated_on_the_sets_that_are_named(processes, config, poli
     assert failed["metrics"] == {} and "no such question" in failed["error"]
     assert evaluation["checkpoint"] == str(policy_folder)
     assert [*processes.folder.glob(".evaluate-*")] == []
+
+
+@pytest.mark.nightly(
+    "end_to_end/test_evaluate.py::test_a_model_is_evaluated_on_the_sets_that_are_named"
+)
+def test_the_best_checkpoint_outlives_a_kill_and_is_that_of_the_evaluated_step(
+    processes, config, tmp_path
+):
+    best = ("checkpoints.keep_best.set=said", "checkpoints.keep=1", "checkpoints.interval=2")
+    settings = [word for setting in best for word in ("--set", setting)]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    gentle = ("--set", "trainer.learning_rate=1e-6", "--set", "steps=1000")
+    run = processes.start("train", str(config), *settings, *gentle, **quiet)
+
+    def evaluations() -> dict[int, EvaluationFinished]:
+        events = [entry.event for entry in processes.log()]
+        return {
+            event.version.step: event for event in events if isinstance(event, EvaluationFinished)
+        }
+
+    def saved() -> set[int]:
+        ready = ready_checkpoints(processes.redis_url, processes.run_id)
+        return {event.step for event in ready}
+
+    wait_until(lambda: evaluations().keys() & saved(), patience=6 * PATIENCE)
+    kill_session(run.pid)
+    run.wait(PATIENCE)
+    reached = max(saved())
+    # From here on the policy is destroyed, and retention would remove what came before.
+    harsh = ("--set", "trainer.learning_rate=1.0", "--set", f"steps={reached + 4}")
+    resumed = processes.start("train", str(config), *settings, *harsh)
+    _, error = resumed.communicate(timeout=9 * PATIENCE)
+    assert resumed.returncode == 0, error
+    results = evaluations()
+    step = max(results, key=lambda step: results[step].metrics["mean"])
+    assert step <= reached
+    folder = processes.folder / processes.run_id
+    steps = {int(path.name.removeprefix("global_step_")) for path in folder.glob("global_step_*")}
+    assert steps == {step, reached + 4}
+
+    target = tmp_path / "converted"
+    done = run_command(processes, "convert", "--best", processes.run_id, str(target))
+    assert done.returncode == 0, done.stderr
+    before = len(processes.log())
+    evaluated = [
+        run_command(
+            processes,
+            *("evaluate", str(config), "--checkpoint", name, *best, "--set", "said", "--json"),
+        )
+        for name, *best in ((processes.run_id, "--best"), (str(target),))
+    ]
+    for done in evaluated:
+        assert done.returncode == 0, done.stderr
+        [finished] = json.loads(done.stdout)["sets"]
+        assert finished["metrics"] == results[step].metrics
+        assert finished["answers"] == results[step].answers
+    assert len(processes.log()) == before, "nothing of the training run is changed"
+
+    damaged = folder / f"global_step_{step}" / "actor" / "model_world_size_1_rank_0.pt"
+    flip(damaged)
+    name = f"{processes.run_id}/{step}"
+    done = run_command(processes, "evaluate", str(config), "--checkpoint", name)
+    assert done.returncode == 1
+    [sentence] = done.stderr.splitlines()
+    assert sentence.startswith(f"error: the checkpoint of step {step} is damaged: {damaged}")
