@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class CommandServer:
         self._folder = tempfile.TemporaryDirectory(prefix="t-")  # short, for a socket
         self._path = Path(self._folder.name, "s")
         self._process: subprocess.Popen[bytes] | None = None
+        self._starting = threading.Lock()
 
     def run(
         self, *args: str, timeout: float, env: dict[str, str]
@@ -50,8 +52,9 @@ class CommandServer:
                 env=environment,
                 check=False,
             )
-        if self._process is None:
-            self._start()
+        with self._starting:  # commands may be run by several threads at once
+            if self._process is None:
+                self._start()
         with (
             tempfile.TemporaryFile("w+") as out,
             tempfile.TemporaryFile("w+") as err,
