@@ -24,7 +24,7 @@ TRL_VERSION ?= 1.16.0
 # The build of vLLM for CPUs that the rollout engine is tried with: docs/vllm.md.
 VLLM_VERSION ?= 0.32.0
 
-.PHONY: setup demo test nightly shuffled shuffled-light shuffled-heavy alone check slowest compiled lowest oldest-server bench gpu learn chaos crash hangs hosts matrix matrix-vllm simulate verl vllm base-install \
+.PHONY: setup demo test test-light test-heavy nightly shuffled shuffled-light shuffled-heavy alone check slowest compiled lowest oldest-server bench gpu learn chaos crash hangs hosts matrix matrix-vllm simulate verl vllm base-install \
 	schemas docs picture screenshots lint format clean
 
 setup: $(VENV)/installed
@@ -40,11 +40,16 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/trinity-events demo
 
-# Both at once: a whole run leaves a third of two cores idle. The heavy tests' report follows the light ones'.
+# Both at once: a whole run leaves a third of two cores idle. The heavy tests' report comes when they have ended.
 test: compiled
-	$(BIN)/pytest $(HEAVY_TESTS) -m "heavy and not nightly" > .heavy-tests.log 2>&1 & heavy=$$!; \
-	$(BIN)/pytest $(LIGHT_TESTS) -m "not heavy and not nightly"; light=$$?; \
-	wait $$heavy; heavy=$$?; cat .heavy-tests.log; exit $$((light | heavy))
+	$(MAKE) --no-print-directory --jobs=2 --keep-going test-light test-heavy
+
+test-light: compiled
+	$(BIN)/pytest $(LIGHT_TESTS) -m "not heavy and not nightly"
+
+test-heavy: compiled
+	$(BIN)/pytest $(HEAVY_TESTS) -m "heavy and not nightly" > .heavy-tests.log 2>&1; \
+		status=$$?; cat .heavy-tests.log; exit $$status
 
 # Every test, the long forms too, in a random order, and then every file alone. It goes on after a failure.
 # make nightly ARGS=--randomly-seed=1234 repeats an order, which pytest prints.
@@ -76,7 +81,7 @@ check: lint compiled
 		--ignore-glob='*megatron*' --ignore=tests/verl --ignore=tests/trl
 
 # Bytecode, whatever the environment says: tests start hundreds of processes, and pytest rewrites asserts.
-test shuffled-light shuffled-heavy alone check slowest compiled: export PYTHONDONTWRITEBYTECODE :=
+test test-light test-heavy shuffled-light shuffled-heavy alone check slowest compiled: export PYTHONDONTWRITEBYTECODE :=
 compiled: setup
 	$(BIN)/python -m compileall -q schemas trinity_events workers benchmarks tests
 
