@@ -160,8 +160,8 @@ def test_a_slow_reward_and_filtered_groups_are_found_and_tokens_are_exact(
     assert wastes["filtered"]["tokens"] == goodput["tokens"]["filtered"]
     # The record has the very answers: those of each fate have its tokens.
     record = RolloutRecord(processes.folder / processes.run_id, processes.run_id)
-    recorded = Counter()
-    for row in record.read_all(record.list_steps(discarded=True), ("fate", "turns")):
+    steps, recorded = record.list_steps(discarded=True), Counter()
+    for row in record.read_all(steps, ("ordinal", "sample", "fate", "turns")):
         policy = (turn["tokens"] for turn in row["turns"] if turn["role"] == "policy")
         recorded[row["fate"]] += sum(policy)
     assert recorded["trained"] == goodput["tokens"]["trained"]
