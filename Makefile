@@ -41,7 +41,7 @@ demo: setup
 	$(BIN)/trinity-events demo
 
 # Both at once: a whole run leaves a third of two cores idle. The heavy tests' report comes when they have ended.
-test: compiled
+test:
 	$(MAKE) --no-print-directory --jobs=2 --keep-going test-light test-heavy
 
 test-light: compiled
