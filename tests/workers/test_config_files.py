@@ -47,10 +47,10 @@ UNKNOWN = [
 ]
 """Text, name of the setting, and the nearest one."""
 WRONG_VALUES = [
-    ("steps: 0", "steps", "an integer of at least 1"),
-    ("steps: many", "steps", "an integer of at least 1"),
-    ("steps: true", "steps", "an integer of at least 1"),
-    ("steps: null", "steps", "an integer of at least 1"),
+    ("steps: -1", "steps", "an integer of at least 0"),
+    ("steps: many", "steps", "an integer of at least 0"),
+    ("steps: true", "steps", "an integer of at least 0"),
+    ("steps: null", "steps", "an integer of at least 0"),
     ("seed: -1", "seed", "an integer from 0 to 4294967295"),
     ("algorithm: {clip_high: 0}", "algorithm.clip_high", "a number above 0"),
     (
