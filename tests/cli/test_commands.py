@@ -372,7 +372,7 @@ MISTAKES = {
     "no run id for a demo": (("demo", "--run", "{x}"), "is not a slug"),
     "an empty run id for a demo": (("demo", "--run", ""), "is not a slug"),
     "parts of a layer without Megatron": (
-        ("demo", "--tensor-parallel", "2"),
+        ("demo", "--pipeline-parallel", "2"),
         "--engine fsdp has no such option",
     ),
     "trainers that cannot be divided": (

@@ -617,7 +617,7 @@ def test_settings_travel_as_text_and_bad_ones_are_refused():
     assert placed.to_text() == settings.to_text()
     assert placed.checkpoints.strategy == "single_node"
     with raises(LoggedSettingsUnreadable, run_id="", reason=re.compile("steps")):
-        TrainConfig.from_text('{"steps": 0}')
+        TrainConfig.from_text('{"steps": -1}')
 
 
 @pytest.mark.parametrize("command", ["demo", "trainer"])
