@@ -10,7 +10,7 @@ from tests.support.rollout_parts import answer, samples_of
 from tests.support.waits import PATIENCE
 from trinity_events.rollouts import AnswersServerFull, find_answer_bytes
 from trinity_events.rollouts.settings import InvalidDispatchSetting
-from trinity_schemas import Experience, RunKeys, StepRef, Turn, encode, share_prompts
+from trinity_schemas import ChatMessage, Experience, RunKeys, StepRef, Turn, encode, share_prompts
 
 ANSWER = 1000
 """Bytes that a request reserves in these tests; the answers of a claim have fewer."""
@@ -19,6 +19,11 @@ ANSWER = 1000
 @pytest.mark.parametrize("tokens", [1, 64, 8192])
 @pytest.mark.parametrize("first", [1, 100_000])
 def test_no_answer_has_more_bytes_than_are_reserved_for_it(tokens, first):
+    prompt = Turn(
+        role="prompt",
+        tokens=range(first, first + tokens),
+        messages=[ChatMessage(role="user", content="text" * tokens)],
+    )
     policy = Turn(
         role="policy",
         tokens=range(first, first + tokens),
@@ -34,7 +39,7 @@ def test_no_answer_has_more_bytes_than_are_reserved_for_it(tokens, first):
             sample=sample,
             samples=8,
             explorer="e" * 60,
-            turns=[Turn(role="prompt", tokens=range(first, first + tokens)), policy],
+            turns=[prompt, policy],
             reward=0.1,
             reward_parts={"correct": 0.5, "format": 0.25},
         )

@@ -80,7 +80,7 @@ def _write_parquet(record: RolloutRecord, steps: Iterable[RecordedStep], file: B
         for field in build_schema()
         if field.name not in _LEFT_OUT
     ]
-    schema, count = pa.schema([*fields, ("fate", pa.string())]), 0
+    schema, count = pa.schema(fields), 0
     with pa.parquet.ParquetWriter(file, schema, compression="zstd") as writer:
         for recorded in steps:
             rows = list(_read_rows(record, recorded))

@@ -62,9 +62,10 @@ def test_no_chunk_of_a_first_version_is_cut_short_where_its_segment_grows(
         now = part._replace(step=step)
         with reading(theirs, [now]):
             writer = PartWriter(ours, now, chunk)
-            for number, tensor in enumerate(large + by):
+            for number, tensor in enumerate(large + by, start=1):
                 writer.add(f"layer.{number}", tensor)
-                wait_until(lambda: any(follower.seen for follower in theirs.followers))
+                whole = number * tensor.nbytes // chunk
+                wait_until(lambda whole=whole: follower_of(theirs) == whole)
             report = writer.seal()
         with closing(theirs.open(now)) as source:
             sizes = [chunk.nbytes for chunk in decode_manifest(source.manifest).chunks]
