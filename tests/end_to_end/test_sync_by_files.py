@@ -32,8 +32,6 @@ def test_explorers_load_versions_from_files_and_so_does_one_that_joins_late(
 ):
     if engine == "megatron":
         pytest.importorskip("megatron.core")
-    processes.start("reducer")
-    first = processes.start("explorer", "--rank", "0")
     file = small_run(
         processes.folder,
         policy_folder,
@@ -43,10 +41,13 @@ def test_explorers_load_versions_from_files_and_so_does_one_that_joins_late(
         explorer={"count": 2},
         checkpoints={"interval": INTERVAL},
     )
+    own = ("--config", str(file))  # the log may not name a folder to an explorer
+    processes.start("reducer")
+    first = processes.start("explorer", "--rank", "0", *own)
     trainer = processes.start("train", str(file), "--parts", "trainer", "--json")
     processes.wait_for_announcements(3, trainer)
     first.kill()  # the trainer waits for the late one, which answers the rest
-    late = processes.start("explorer", "--rank", "1", "--json")
+    late = processes.start("explorer", "--rank", "1", "--json", *own)
 
     status, out, error = ended(trainer, 300)
     assert status == 0, error
