@@ -112,9 +112,9 @@ def score(folder: Path, seed: int) -> float:
 def main() -> None:
     """Train all runs, and print both rankings."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--learning-rate", type=float, default=7e-4)
     parser.add_argument("--folder", type=Path, help="folder of the runs, which are kept then")
     options = parser.parse_args()
     with TemporaryDirectory() as name:
