@@ -9,9 +9,9 @@ SIZE_BY_INDEX = With torch's build for CPUs, 0.5 GB are downloaded and 1.8 GB in
 SIZE_OF_PIPS = On Linux 3 GB are downloaded, most of it CUDA; without: make setup TORCH_INDEX=URL
 VENV := .venv
 BIN := $(VENV)/bin
-# Processes of pytest-xdist, whose tests run side by side; 0 runs one test at a time. Together they keep two cores
-# busy: light tests wait more than they compute, and whole runs wait too while their processes start and end.
-WORKERS ?= 2
+# Processes of pytest-xdist, whose tests run side by side; 0 runs one test at a time. They keep two cores busy:
+# light tests wait more than they compute, and whole runs wait too while their processes start and end.
+WORKERS ?= 3
 HEAVY_WORKERS ?= 2
 LIGHT_TESTS = -n $(WORKERS) --dist worksteal
 # By files in their order, the longest of which come first, so that the tests of a file share its runs.
@@ -24,7 +24,7 @@ TRL_VERSION ?= 1.16.0
 # The build of vLLM for CPUs that the rollout engine is tried with: docs/vllm.md.
 VLLM_VERSION ?= 0.32.0
 
-.PHONY: setup demo test test-light test-heavy nightly shuffled shuffled-light shuffled-heavy alone check slowest compiled lowest oldest-server bench gpu learn chaos crash hangs hosts matrix matrix-vllm simulate verl vllm base-install \
+.PHONY: setup demo test nightly shuffled shuffled-light shuffled-heavy alone check slowest compiled lowest oldest-server bench gpu learn chaos crash hangs hosts matrix matrix-vllm simulate verl vllm base-install \
 	schemas docs picture screenshots lint format clean
 
 setup: $(VENV)/installed
@@ -40,16 +40,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/trinity-events demo
 
-# Both at once: a whole run leaves a third of two cores idle. The heavy tests' report comes when they have ended.
-test:
-	$(MAKE) --no-print-directory --jobs=2 --keep-going test-light test-heavy
-
-test-light: compiled
+test: compiled
 	$(BIN)/pytest $(LIGHT_TESTS) -m "not heavy and not nightly"
-
-test-heavy: compiled
-	$(BIN)/pytest $(HEAVY_TESTS) -m "heavy and not nightly" > .heavy-tests.log 2>&1; \
-		status=$$?; cat .heavy-tests.log; exit $$status
+	$(BIN)/pytest $(HEAVY_TESTS) -m "heavy and not nightly"
 
 # Every test, the long forms too, in a random order, and then every file alone. It goes on after a failure.
 # make nightly ARGS=--randomly-seed=1234 repeats an order, which pytest prints.
@@ -58,7 +51,6 @@ nightly:
 
 shuffled: shuffled-light shuffled-heavy
 
-shuffled-light: WORKERS = 3
 shuffled-light: compiled
 	$(BIN)/pytest $(LIGHT_TESTS) -p randomly $(ARGS) -m "not heavy"
 
@@ -81,7 +73,7 @@ check: lint compiled
 		--ignore-glob='*megatron*' --ignore=tests/verl --ignore=tests/trl
 
 # Bytecode, whatever the environment says: tests start hundreds of processes, and pytest rewrites asserts.
-test test-light test-heavy shuffled-light shuffled-heavy alone check slowest compiled: export PYTHONDONTWRITEBYTECODE :=
+test shuffled-light shuffled-heavy alone check slowest compiled: export PYTHONDONTWRITEBYTECODE :=
 compiled: setup
 	$(BIN)/python -m compileall -q schemas trinity_events workers benchmarks tests
 
