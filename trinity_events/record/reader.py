@@ -137,19 +137,19 @@ class RolloutRecord:
         pa = import_pyarrow("the record of rollouts")
         conditions = {"ordinal": ordinal, "sample": sample}
         filters = [(name, "==", value) for name, value in conditions.items() if value is not None]
+        lacking = dict.fromkeys(columns or self.column_names)
         rows: list[dict[str, Any]] = []
         for file in recorded.discarded if discarded else recorded.files:
             path = self.folder / file.name
             try:
                 with path.open("rb") as source:
-                    # A record of an earlier version lacks some.
-                    names = pa.parquet.read_schema(source).names
-                    source.seek(0)
-                    table = pa.parquet.read_table(
-                        source,
-                        columns=None if columns is None else [*set(names).intersection(columns)],
-                        filters=filters or None,
-                    )
+                    there = None
+                    if columns is not None:
+                        # A record of an earlier version lacks some.
+                        names = pa.parquet.read_schema(source).names
+                        there = [*set(names).intersection(columns)]
+                        source.seek(0)
+                    table = pa.parquet.read_table(source, columns=there, filters=filters or None)
             except FileNotFoundError:
                 continue  # the writer removed it as the oldest
             except pa.ArrowException as error:
@@ -157,7 +157,7 @@ class RolloutRecord:
             for row in table.to_pylist():
                 if "reward_parts" in row:
                     row["reward_parts"] = dict(row["reward_parts"] or ())
-                rows.append(dict.fromkeys(columns or self.column_names) | row)
+                rows.append(lacking | row)
         return sorted(rows, key=lambda row: (row["ordinal"], row["sample"]))
 
     def find_fate(
