@@ -102,30 +102,31 @@ def test_a_file_has_the_groups_of_all_steps_and_the_tokens_of_some(record):
     assert len(data["samples"]) == 2 * len(ordinals) * 4
 
 
-@pytest.mark.processes
-async def test_the_page_filters_groups_and_shades_the_tokens_of_a_sample(record, tmp_path):
+async def write_page(record, folder):
+    """Write the HTML file of a run with a record; return the address of the run in it."""
     plan = Plan(explorers=2, steps=4)
     source = RecordedSource.from_entries(plan.run_id, simulated_run(plan))
     source.record = record
-    path = tmp_path / "run.html"
+    path = folder / "run.html"
     path.write_text(await build_html(source))
     source.close()
-    await anyio.to_thread.run_sync(look_at_samples, tmp_path, f"{path.as_uri()}#/{plan.run_id}")
+    return f"{path.as_uri()}#/{plan.run_id}"
+
+
+@pytest.mark.processes
+async def test_the_page_filters_groups_and_shades_the_tokens_of_a_sample(record, tmp_path):
+    address = await write_page(record, tmp_path)
+    await anyio.to_thread.run_sync(look_at_samples, tmp_path, address)
 
 
 @pytest.mark.processes
 async def test_the_page_shows_an_episode_with_a_tool_as_a_conversation(tmp_path, policy_folder):
     record = write_record(tmp_path / "r", policy_folder, {1: [[make_episode(policy_folder)]]})
-    plan = Plan(explorers=2, steps=4)
-    source = RecordedSource.from_entries(plan.run_id, simulated_run(plan))
-    source.record = record
-    path = tmp_path / "run.html"
-    path.write_text(await build_html(source))
-    source.close()
+    address = await write_page(record, tmp_path)
 
     def look() -> None:
         with browser(tmp_path / "profile") as page:
-            page.open(f"{path.as_uri()}#/{plan.run_id}/samples")
+            page.open(f"{address}/samples")
             page.wait_for("document.querySelector('.group summary')")
             page.evaluate("document.querySelector('.group summary').click()")
             page.wait_for("document.querySelector('.tool-call')")
