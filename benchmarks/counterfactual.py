@@ -24,9 +24,11 @@ import anyio
 from trinity_events.checkpoints.layout import final_name
 from trinity_schemas import Sampling, StepRef
 from trinity_workers.launch.model import make_model
-from trinity_workers.learning.policy import encode_prompt, load_tokenizer
-from trinity_workers.rollout_engines import EngineOptions, GenerationRequest, load_engine
-from trinity_workers.tasks import Answer, SpellBackward
+from trinity_workers.learning.policy import load_tokenizer
+from trinity_workers.rollout_engines import EngineOptions, load_engine
+from trinity_workers.tasks import SpellBackward
+
+from .learning.held_out import make_requests, read_answer
 
 TASK = "spell-backward"
 LOSSES = {
@@ -85,27 +87,13 @@ def score(folder: Path, seed: int) -> float:
     tokenizer = load_tokenizer(folder)
     version = StepRef(1, 0)
     engine = load_engine("huggingface", EngineOptions(model_folder=folder, serves=version))
-    requests = [
-        GenerationRequest(
-            tokens=encode_prompt(tokenizer, question.prompt),
-            sampling=Sampling(max_new_tokens=SpellBackward.answer_tokens, seed=seed),
-            ordinal=ordinal,
-            sample=0,
-            turn=0,
-        )
-        for ordinal, question in enumerate(questions)
-    ]
+    sampling = Sampling(max_new_tokens=SpellBackward.answer_tokens, seed=seed)
+    requests = make_requests(tokenizer, questions, sampling)
     generations = anyio.run(engine.generate, requests)
-    rewards = []
-    for question, generation in zip(questions, generations, strict=True):
-        tokens = generation.tokens[:-1] if generation.finished else generation.tokens
-        answer = Answer(
-            text=str(tokenizer.decode(tokens)),
-            finished=generation.finished,
-            messages=[],
-            tokens=len(generation.tokens),
-        )
-        rewards.append(task.reward(question, answer)["reward"])
+    rewards = [
+        task.reward(question, read_answer(tokenizer, generation))["reward"]
+        for question, generation in zip(questions, generations, strict=True)
+    ]
     return float(sum(rewards) / len(rewards))
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trinity_schemas import Sampling, StepRef
 from trinity_workers.config.train_config import TrainConfig
 from trinity_workers.learning.policy import encode_prompt
-from trinity_workers.rollout_engines.base import GenerationRequest
+from trinity_workers.rollout_engines.base import Generation, GenerationRequest
 from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine
-from trinity_workers.tasks import Answer, built_in_task
+from trinity_workers.tasks import Answer, Question, built_in_task
 
 from .results import Measured
 
@@ -18,6 +20,37 @@ SAMPLES = 4
 """Answers that are sampled to each question."""
 _SEED = 2**40
 """Seed of the samples, the same at every step, which no run's seed is."""
+
+
+def make_requests(
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[Question],
+    sampling: Sampling,
+    samples: int = 1,
+) -> list[GenerationRequest]:
+    """Return requests for several answers to each question, one question after the other."""
+    return [
+        GenerationRequest(
+            tokens=encode_prompt(tokenizer, question.prompt),
+            sampling=sampling,
+            ordinal=ordinal,
+            sample=sample,
+            turn=0,
+        )
+        for ordinal, question in enumerate(questions)
+        for sample in range(samples)
+    ]
+
+
+def read_answer(tokenizer: PreTrainedTokenizerBase, generation: Generation) -> Answer:
+    """Return an answer as a task judges it: the text without the token that ended it."""
+    tokens = generation.tokens[:-1] if generation.finished else generation.tokens
+    return Answer(
+        text=str(tokenizer.decode(tokens, skip_special_tokens=False)),
+        finished=generation.finished,
+        messages=[],
+        tokens=len(generation.tokens),
+    )
 
 
 class Ruler:
@@ -31,20 +64,11 @@ class Ruler:
     def __init__(self, config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._task = built_in_task(config.task.name, config.seed)
-        self._questions = [
-            question for question in self._task.held_out(QUESTIONS) for _ in range(SAMPLES)
-        ]
+        questions = self._task.held_out(QUESTIONS)
         sampling = Sampling(max_new_tokens=config.rollouts.max_new_tokens, seed=_SEED)
-        self._requests = [
-            GenerationRequest(
-                tokens=encode_prompt(tokenizer, question.prompt),
-                sampling=sampling,
-                ordinal=place // SAMPLES,
-                sample=place % SAMPLES,
-                turn=0,
-            )
-            for place, question in enumerate(self._questions)
-        ]
+        self._requests = make_requests(tokenizer, questions, sampling, SAMPLES)
+        self._questions = [question for question in questions for _ in range(SAMPLES)]
+        """Question of each request."""
 
     def measure(self, model: PreTrainedModel, step: int) -> Measured:
         """Return the shares of sampled answers that are exactly right, and that are rewarded."""
@@ -54,12 +78,8 @@ class Ruler:
         exact = rewarded = 0.0
         generations = engine.generate_here(self._requests)
         for question, generation in zip(self._questions, generations, strict=True):
-            tokens = generation.tokens[:-1] if generation.finished else generation.tokens
-            text = str(self._tokenizer.decode(tokens, skip_special_tokens=False))
-            answer = Answer(
-                text=text, finished=generation.finished, messages=[], tokens=len(generation.tokens)
-            )
-            exact += generation.finished and text == question.answer
+            answer = read_answer(self._tokenizer, generation)
+            exact += answer.finished and answer.text == question.answer
             rewarded += self._task.reward(question, answer)["reward"]
         model.train(training)
         return Measured(
