@@ -168,8 +168,7 @@ def _checks(
     if config.task.environment is not None:
         yield partial(_check_environment, config)
     yield here(_check_experts, config)
-    # The engine huggingface has all modes and all sampling settings, and imports torch.
-    if config.explorer.engine != "huggingface" or config.explorer.engine_options:
+    if config.explorer.engine != "huggingface":  # it has all modes and all sampling settings
         yield here(_check_engine, config)
     if alone:
         yield here(check_installed, config.explorer.engine)
