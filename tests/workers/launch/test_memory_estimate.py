@@ -1,4 +1,4 @@
-"""What --check says of the memory of ranks and explorers, against sums made by hand."""
+"""Estimates of memory by --check for ranks and explorers, against sums made by hand."""
 
 import json
 
@@ -9,6 +9,7 @@ from trinity_workers.config.train_config import TrainConfig
 from trinity_workers.launch.memory_estimate import (
     ModelShape,
     estimate_explorer,
+    estimate_generation,
     estimate_rank,
     format_estimates,
 )
@@ -59,11 +60,39 @@ def test_a_distributed_optimizer_divides_its_twelve_bytes_by_the_replicas():
     assert whole - shared.parts["state"] == 12 * SHAPE.parameters // 2 * 3 // 4
 
 
+@pytest.mark.parametrize("layout", [{}, {"engine": "megatron"}, {"sequence_parallel": True}])
+def test_ranks_that_share_layers_divide_state_and_what_layers_compute(layout):
+    whole = estimate_rank(configured(trainer={"ranks": 8}, rollouts=LONG), SHAPE).parts
+    trainer = {"ranks": 8, "tensor_parallel": 4} | layout
+    shared = estimate_rank(configured(trainer=trainer, rollouts=LONG), SHAPE).parts
+    # Groups of four ranks have the rows that each of them had: four times as many tokens.
+    layers = 34 if "sequence_parallel" in layout else 24 + 4 * 10
+    assert shared["activations"] == whole["activations"] * layers // 34
+    if "engine" not in layout:
+        assert shared["state"] == whole["state"]
+        assert shared["gathered layers"] == whole["gathered layers"] / 4
+        assert shared["logits"] == 4 * whole["logits"], "they are gathered"
+
+
+def test_a_rank_that_generates_has_the_whole_policy_on_fsdp_and_its_part_on_megatron():
+    trainer = {"ranks": 4, "tensor_parallel": 2, "colocated": True}
+    fsdp = configured(trainer=trainer, rollouts=LONG)
+    megatron = configured(trainer=trainer | {"engine": "megatron"}, rollouts=LONG)
+    weights = 4 * SHAPE.parameters
+    assert estimate_rank(fsdp, SHAPE).parts["served weights"] == weights
+    assert estimate_rank(megatron, SHAPE).parts["served weights"] == 0
+    assert estimate_generation(megatron, SHAPE).parts["served weights"] == weights // 2
+    parts = estimate_generation(fsdp, SHAPE).parts
+    assert parts["served weights"] == weights
+    assert parts["keys and values"] == 8 * 8 * 1024 * 32 * 2048 * 4 // 4
+
+
 def test_an_explorer_has_two_versions_and_the_keys_and_values_of_a_claim():
-    config = configured(explorer={"dtype": "bfloat16"}, rollouts=LONG)
+    explorer = {"dtype": "bfloat16", "count": 4}
+    config = configured(explorer=explorer, rollouts=LONG)
     parts = estimate_explorer(config, SHAPE).parts
     assert parts["served weights"] == parts["next version"] == 2 * SHAPE.parameters
-    assert parts["keys and values"] == 8 * 1024 * 32 * 2048 * 2
+    assert parts["keys and values"] == 2 * 8 * 1024 * 32 * 2048 * 2
 
 
 def test_lines_name_the_processes_and_what_the_host_has(tmp_path):
@@ -74,6 +103,10 @@ def test_lines_name_the_processes_and_what_the_host_has(tmp_path):
     assert rank.startswith("memory of each of 2 ranks, rank: about ")
     assert explorer.startswith("memory of each of 3 explorers, explorer: about ")
     assert "this host" in devices
+    rank, generating, devices = format_estimates(
+        configured(trainer={"ranks": 2, "colocated": True}), tmp_path, SHAPE.parameters
+    )
+    assert generating.startswith("memory of each rank that generates: about ")
 
 
 def test_a_model_of_unknown_sizes_has_no_estimate(tmp_path):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ _FROZEN = 4
 """Bytes of a parameter that is not trained, in float32."""
 _LORA_SHARE = 0.01
 """Share of the parameters that adapters of a usual rank have."""
-_ACTIVATIONS = 34
-"""Bytes of activations per token, layer and unit of the hidden size, in two-byte numbers, where the
-attention stores no scores (Korthikanti and others, arXiv 2205.05198, section 4.1)."""
+_LAYER_ACTIVATIONS = 24
+"""Bytes of activations per token, layer and unit of the hidden size, in two-byte numbers, that
+tensor-parallel ranks divide (Korthikanti and others, arXiv 2205.05198, section 4.2)."""
+_SHARED_ACTIVATIONS = 10
+"""Those around the norms, which all of them have where they do not divide the sequence too."""
 _LOGIT_COPIES = 3
 """Logits in float32 at once: the head's, their softmax and its gradient."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -85,21 +87,21 @@ class MemoryEstimate(Struct, frozen=True, kw_only=True):
 def estimate_rank(config: TrainConfig, shape: ModelShape) -> MemoryEstimate:
     """Return the memory of a trainer rank while it takes a step."""
     trainer, rollouts = config.trainer, config.rollouts
-    ranks = trainer.ranks or 1
+    ranks, tensor = trainer.rank_count, trainer.tensor_ranks
     width = _BYTES[config.model.dtype]
-    if trainer.engine.startswith("megatron"):
-        split = (trainer.tensor_parallel or 1) * trainer.pipeline_parallel
+    if trainer.on_megatron:
+        split = tensor * trainer.pipeline_parallel
         replicas = max(1, ranks // split)
         # Parameters are held whole by each replica; the optimizer's part only where it is shared.
         optimizer = 12 / (replicas if trainer.distributed_optimizer else 1)
         state, gathered = shape.parameters * (optimizer + width + 4) / split, 0.0
     else:
-        split, replicas = 1, max(1, ranks // (trainer.tensor_parallel or 1))
+        split, replicas = 1, max(1, ranks // tensor)
         trained = _LORA_SHARE if config.model.lora.rank else 1.0
         bytes_each = trained * _MASTER + (1 - trained) * _FROZEN
         state = shape.parameters * bytes_each / ranks
         # One layer computes while the next one is gathered, a rank's part of each.
-        layer = shape.parameters / max(1, shape.layers) / (trainer.tensor_parallel or 1)
+        layer = shape.parameters / max(1, shape.layers) / tensor
         gathered = 2 * layer * width if replicas > 1 else 0.0
     share = split if split > 1 else ranks
     if config.algorithm.kl.coefficient and not config.model.lora.rank:
@@ -113,18 +115,23 @@ def estimate_rank(config: TrainConfig, shape: ModelShape) -> MemoryEstimate:
     if trainer.micro_batch_tokens is not None:
         tokens = min(tokens, max(length, trainer.micro_batch_tokens))
     layers = shape.layers / (trainer.pipeline_parallel if split > 1 else 1)
-    of_layer = tokens * shape.hidden * _ACTIVATIONS * width / 2 / (trainer.tensor_parallel or 1)
+    norms = tensor if trainer.sequence_parallel else 1
+    each = _LAYER_ACTIVATIONS / tensor + _SHARED_ACTIVATIONS / norms
+    of_layer = tokens * shape.hidden * each * width / 2
     # With recomputation a layer stores its input alone, and one layer at a time all of it.
     activations = (
-        tokens * shape.hidden * width * layers + of_layer
+        tokens * shape.hidden * width * layers / norms + of_layer
         if trainer.recompute
         else of_layer * layers
     )
     # FSDP's ranks gather them.
-    sharing = trainer.tensor_parallel or 1 if trainer.on_megatron else 1
+    sharing = tensor if trainer.on_megatron else 1
     logits = tokens * shape.vocabulary * 4 * _LOGIT_COPIES / sharing
+    # The copy that generates stays through the step; Megatron's has memory in generation alone.
+    has_copy = trainer.colocated and not trainer.on_megatron and not _serves_by_vllm(config)
     parts = {
         "state": state,
+        "served weights": shape.parameters * width if has_copy else 0.0,
         "gathered layers": gathered,
         "activations": activations,
         "logits": 0.0 if trainer.fused_loss else logits,
@@ -134,22 +141,49 @@ def estimate_rank(config: TrainConfig, shape: ModelShape) -> MemoryEstimate:
     )
 
 
+def estimate_generation(config: TrainConfig, shape: ModelShape) -> MemoryEstimate:
+    """Return the memory of a trainer rank while the ranks answer one claim together."""
+    trainer, width = config.trainer, _BYTES[config.model.dtype]
+    # FSDP's ranks have the whole policy each.
+    tensor = 1
+    if trainer.on_megatron:
+        tensor = 1 if trainer.expert_parallel > 1 else trainer.tensor_ranks
+        tensor = trainer.rollout_tensor_parallel or tensor
+    parts = {"state": estimate_rank(config, shape).parts["state"]}
+    if not _serves_by_vllm(config):
+        parts["served weights"] = math.ceil(shape.parameters * width / tensor)
+        # Replicas share the rows of a claim, and their ranks the heads.
+        cache = _count_cache_bytes(config, shape, width)
+        parts["keys and values"] = math.ceil(cache / trainer.rank_count)
+    return MemoryEstimate(process="rank that generates", parts=parts)
+
+
 def estimate_explorer(config: TrainConfig, shape: ModelShape) -> MemoryEstimate:
     """Return the memory of an explorer that answers one claim."""
-    rollouts = config.rollouts
     width = _BYTES[config.explorer.dtype or config.model.dtype]
-    rows = rollouts.samples_per_prompt * (config.explorer.groups_per_claim or 1)
-    length = rollouts.max_new_tokens * rollouts.max_turns + (rollouts.max_prompt_tokens or 0)
-    cache = rows * length * shape.layers * shape.key_values * width
     return MemoryEstimate(
         process="explorer",
         # A version is verified beside the served one, and installed from there.
         parts={
             "served weights": shape.parameters * width,
             "next version": shape.parameters * width,
-            "keys and values": cache,
+            "keys and values": _count_cache_bytes(config, shape, width),
         },
     )
+
+
+def _count_cache_bytes(config: TrainConfig, shape: ModelShape, width: int) -> int:
+    """Return the bytes of keys and values of one claim's answers."""
+    rollouts = config.rollouts
+    # Deterministic engines generate each prompt's answers by themselves.
+    groups = 1 if config.explorer.deterministic else config.groups_per_claim
+    length = rollouts.max_new_tokens * rollouts.max_turns + (rollouts.max_prompt_tokens or 0)
+    tokens = rollouts.samples_per_prompt * groups * length
+    return tokens * shape.layers * shape.key_values * width
+
+
+def _serves_by_vllm(config: TrainConfig) -> bool:
+    return config.explorer.engine == "vllm"
 
 
 def format_estimates(config: TrainConfig, folder: Path, parameters: int) -> list[str]:
@@ -161,31 +195,35 @@ def format_estimates(config: TrainConfig, folder: Path, parameters: int) -> list
     shape = ModelShape.read(folder, parameters)
     if shape is None or not parameters:
         return []
-    ranks, explorers = config.trainer.ranks or 1, config.explorer.count
-    rank, explorer = estimate_rank(config, shape), estimate_explorer(config, shape)
+    ranks, rank = config.trainer.rank_count, estimate_rank(config, shape)
     lines = [f"memory of each of {ranks} ranks, {rank.format()}"]
-    if not config.trainer.colocated:
-        served = (
-            "; vLLM takes the share gpu_memory_utilization of its GPU for weights, keys and values"
-            if config.explorer.engine == "vllm"
-            else ""
-        )
-        lines.append(f"memory of each of {explorers} explorers, {explorer.format()}{served}")
-    return [*lines, *_format_devices(rank, explorer, ranks, explorers)]
+    served = (
+        "; vLLM takes the share gpu_memory_utilization of its GPU for weights, keys and values"
+        if _serves_by_vllm(config)
+        else ""
+    )
+    if config.trainer.colocated:
+        generating = estimate_generation(config, shape)
+        lines.append(f"memory of each {generating.format()}{served}")
+        # A rank does one thing at a time.
+        counts = [(max(rank, generating, key=lambda estimate: estimate.total), ranks)]
+    else:
+        explorer = estimate_explorer(config, shape)
+        lines.append(f"memory of each of {config.explorers} explorers, {explorer.format()}{served}")
+        counts = [(rank, ranks), (explorer, config.explorers)]
+    return [*lines, *_format_devices(counts)]
 
 
-def _format_devices(
-    rank: MemoryEstimate, explorer: MemoryEstimate, ranks: int, explorers: int
-) -> list[str]:
+def _format_devices(counts: Sequence[tuple[MemoryEstimate, int]]) -> list[str]:
     devices = _device_bytes()
     if devices:
         least = min(devices)
         has = f"this host has {len(devices)} GPUs of {least / _GIB:.1f} GiB and more"
-        over = [each for each in (rank, explorer) if each.total > least]
+        over = [estimate for estimate, _ in counts if estimate.total > least]
         fits = f"{over[0].process} does not fit one" if over else "each process fits one"
         return [f"{has}: {fits}"]
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    needed = ranks * rank.total + explorers * explorer.total
+    needed = sum(count * estimate.total for estimate, count in counts)
     fits = "enough" if needed < free else "NOT enough"
     return [
         f"all on this host's CPUs: about {needed / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB are "
