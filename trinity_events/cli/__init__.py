@@ -14,8 +14,9 @@ def main() -> None:
     try:
         exit_on_signals()
         write_stacks_on_signal()
+        # Loaded inside: an interrupt meanwhile must print no traceback either.
         from .app import run
 
         run()
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(130)  # 128 and the number of SIGINT, as a shell reports it

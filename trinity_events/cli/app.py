@@ -42,6 +42,7 @@ from .track import track
 from .verify import verify
 from .watch import watch
 
+# The workers' package registers its commands here: imports run one way (decision 8).
 PLUGINS = "trinity_events.commands"
 """Entry point group of commands of other packages, which this package does not import."""
 
@@ -58,6 +59,8 @@ class _WithPlugins(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command, or None if there is no such command."""
+        # A command of this package starts without the imports of other packages
+        # (test_a_command_of_this_package_loads_none_of_another).
         if cmd_name not in self.commands:
             self._load()
         return super().get_command(ctx, cmd_name)
@@ -71,6 +74,7 @@ class _WithPlugins(TyperGroup):
             command = plugin.load()
             # As PEP 702 marks what is deprecated.
             app.command(plugin.name, hidden=hasattr(command, "__deprecated__"))(command)
+        # Names of this package win: a plugin cannot take the place of one of its commands.
         self.commands = {**typer.main.get_group(app).commands, **self.commands}
 
 
@@ -91,12 +95,14 @@ def build() -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
+    # typer lists commands in the order of their creation, and click would sort them by name.
     listing = (
         *(serve, reducer, runs, status, watch, explain, tail, samples, dashboard, replay),
         *(diff, bisect, audit, goodput, export, import_, verify, delete, metrics, traces, track),
         *(plot, acl),
     )
     for command in listing:
+        # `import` is a keyword, so that the name of its function ends with an underscore.
         app.command(command.__name__.rstrip("_"))(command)
     return app
 
@@ -117,6 +123,8 @@ def run() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Write out characters that the terminal cannot encode, as standard error does.
         sys.stdout.reconfigure(errors="backslashreplace")
+    # Commands that configure no logging print warnings by this handler, and a record may hold
+    # escape sequences of any writer.
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(LogFormatter("%(message)s"))
     try:
@@ -128,6 +136,7 @@ def run() -> None:
 
 def _format_error(error: Exception) -> str | None:
     """Return the message of an error; None for a defect of the program."""
+    # A group of tasks raises all their errors at once, and one of them may be the user's.
     for leaf in leaf_errors(error):
         cause = permission_error(leaf) or leaf
         if isinstance(cause, StructuredError):
@@ -136,6 +145,7 @@ def _format_error(error: Exception) -> str | None:
             return f"error: the server refuses this: {reply_text(cause)}"
         if isinstance(cause, (redis.RedisError, RedisClusterException)):
             return f"error: the server went away: {cause}"
+        # An OSError without one has no number of the system's: a library raised it by itself.
         if isinstance(cause, OSError) and cause.strerror:
             where = f"{cause.filename}: " if cause.filename else ""
             return f"error: {where}{cause.strerror}"

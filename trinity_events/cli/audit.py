@@ -44,6 +44,7 @@ def audit(
         header, lines = read_lines(path)
         counted = _Counted(header.run_id)
         for line in lines:
+            # The ledger is folded from events alone.
             if line.stream == Stream.EVENTS.value:
                 counted.add(line.entry)
     else:
@@ -70,6 +71,7 @@ class _Counted:
         """Count an entry."""
         try:
             self.auditor.add(decode_entry(self.run_id, entry.payload, self._decode))
+        # As in the fold, for which such an entry is a dead letter: it changes no ledger.
         except ContractError:
             self.undecodable += 1
 
@@ -119,6 +121,7 @@ def _print_lineage(out: Terminal, books: LineageBooks) -> None:
         out.print(f"  open: {format_ranges(books.open_ordinals)}")
     for reason, ordinals in books.dropped_ordinals.items():
         out.print(f"  dropped ({visible(reason, lines=False)}): {format_ranges(ordinals)}")
+    # Details quote text of any writer, and each is one line.
     for contradiction in books.contradictions[:_SHOWN]:
         detail = visible(contradiction.detail, lines=False)
         out.print(

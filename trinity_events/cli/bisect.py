@@ -69,6 +69,7 @@ def bisect(
         condition = Condition(expression)
     except BadExpression as error:
         raise BadCondition(str(error)) from None
+    # A field that no state has would be searched for in the whole log, and never found.
     unknown = condition.fields - {*MonitorState.__struct_encode_fields__, "*"}
     if unknown:
         fields = tuple(sorted(MonitorState.__struct_encode_fields__))
@@ -101,8 +102,10 @@ async def _find(
     run: str, root: Path | None, redis_url: str | None, condition: Condition, *, every: bool
 ) -> tuple[str, Folded | None]:
     def holds(state: MonitorState) -> bool:
+        # Of these fields alone: it may be asked after every entry, and a state may be large.
         return condition(fields_as_json(state, condition.fields))
 
     async with open_states(run, root, redis_url) as states:
+        # Kept states (decision 26) are enough for a condition that stays true once it is.
         find = states.first_of_all if every else states.first_after
         return states.source.run_id, await find(holds)

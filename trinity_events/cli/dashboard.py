@@ -88,18 +88,23 @@ def dashboard(
     web = _web()
     if token is not None and len(token) < SHORTEST_TOKEN:
         raise TokenTooShort(SHORTEST_TOKEN)
+    # Pages show the texts of answers: beyond this host, an address alone must not be enough.
     if token is None and not web.is_loopback(host):
         token = web.new_token()
     with ExitStack() as exits:
         opened: Callable[[], AbstractAsyncContextManager[Board]]
         if recording is not None or demo:
+            # A recording needs neither a server nor its rights.
             opened = partial(_recorded, _open_recording(recording))
         else:
             url = exits.enter_context(serving(redis_url))
             opened = partial(_on_server, url, checkpoint_root(root))
+        # Bound before the page's address is printed: port 0 has its number only then.
         listening = exits.enter_context(web.listening_socket(host, port))
         page = web.page_url(host, listening.getsockname()[1], token)
         started = partial(print_now, f"dashboard at {page} (Ctrl-C stops)")
+        # Requests under other names are refused: a foreign page reaches this address by DNS
+        # rebinding (dashboard/guard.py).
         hosts = [*(allow_host or ()), host]
         serve = partial(web.serve_board, opened, listening, token, hosts, started)
         anyio.run(until_stopped, serve)

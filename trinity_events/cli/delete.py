@@ -73,6 +73,7 @@ def delete(
     run_folder = checkpoint_root(root) / run
     removed = run_folder if folder and run_folder.is_dir() else None
     deleted = anyio.run(_delete, redis_url, run, removed, yes)
+    # They are in TRINITY_HOME if the folder was another user's, and would stay there for good.
     KeptStates.for_run(run_folder).clear()
     if removed is not None:
         shutil.rmtree(removed)
@@ -87,6 +88,8 @@ async def _delete(redis_url: str | None, run: str, folder: Path | None, yes: boo
     """Delete a run's keys; return their number. A folder to be removed must be the run's own."""
     async with open_client(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
+        # Before all checks: the script deletes nothing if an event came after it
+        # (test_what_is_led_or_has_gone_on_meanwhile_stays).
         last = await log.last_id()
         await _require_over(client, log)
         if folder is not None:
@@ -102,12 +105,14 @@ async def _require_over(client: redis.asyncio.Redis, log: RedisEventLog) -> None
     except SnapshotUnreadable:
         return  # no version of the program can go on with it either
     open_now = state.closed is None and state.opened_at is not None
+    # An open run without a sign of life has no trainer to close it, and could never be deleted.
     if open_now and await abandoned_since(client, state) is None:
         raise RunInUse(log.run_id, "open")
 
 
 async def _require_own(log: RedisEventLog, folder: Path) -> None:
     """Raise RunInUse for a folder of another log of the run's name."""
+    # Two servers may have a run of this name below one root.
     identity = await log_identity(log, Archive(folder, log.run_id))
     with OpenFolder.open_run(folder) as opened:
         mark = read_mark(opened, log.run_id)
@@ -119,6 +124,7 @@ def _confirm(run: str, folder: Path | None, yes: bool) -> None:
     if yes:
         return
     refusal = NotConfirmed(run, folder, was_asked=sys.stdin.isatty())
+    # A script has no terminal to answer at.
     if not refusal.was_asked:
         raise refusal
     print_err(f"Delete {refusal.what} for good? Type the run's id to confirm:")

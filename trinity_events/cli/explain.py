@@ -54,7 +54,7 @@ _FURTHER_REASONS = frozenset(
         *("stopped", "ended", "silent", "excluded", "paused", "unread-group"),
     )
 )
-"""Reasons of further causes that are printed; the chains of waits tell of the others."""
+"""Reasons of further causes that are printed; the chains of waits name the others."""
 
 
 class StepNotFound(TrinityError):
@@ -155,6 +155,7 @@ def explain(
             print_out(line, lines=False)
         return
     kinds: dict[Kind, OutcomeName] = {outcome.kind: outcome.outcome for outcome in facts.outcomes}
+    # The state is what the fold knows now; announcements are read for steps that it has dropped.
     if step in state.steps:
         kinds = {
             kind: get_outcome(kind_state) for kind, kind_state in state.steps[step].kinds.items()
@@ -187,6 +188,8 @@ def _format_step(facts: _StepFacts, step: int) -> list[str]:
     lines += format_end(state, step)
     lines += format_profiles(state, step)
     if not lines:
+        # Raised here, and not where the step is looked up: a profile or the end of the run may be
+        # all that is known of it.
         raise StepNotFound(step, _format_not_found(state, step))
     if step_state is not None and not all(kind.settled for kind in step_state.kinds.values()):
         lines += find_wait_chains(state, facts.now)
@@ -246,6 +249,7 @@ def _parse_words(words: list[str]) -> tuple[str | None, int | None]:
 
 
 def _is_step(word: str) -> bool:
+    # isdigit() alone is true of a superscript two, which int() refuses.
     return word.isascii() and word.isdigit()
 
 
@@ -267,24 +271,26 @@ async def _read_facts(
 ) -> _StepFacts:
     async with open_client(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
+        archive = Archive(root / log.run_id, log.run_id)
         state = await current_state(log)
         facts = await read_live_facts(client, log.run_id)
-        now = facts.now
         outcomes: list[Outcome] = []
+        # The state holds recent steps only; the outcome of an older one is in the log or the
+        # archive.
         if step is not None and step not in state.steps:
-            outcomes = await _announced(log, Archive(root / log.run_id, log.run_id), step)
+            outcomes = await _announced(log, archive, step)
         entries: list[ProofEntry] = []
         if proof and step is not None:
-            entries = await _proof(log, Archive(root / log.run_id, log.run_id), step)
-        stacks = await _stacks_in(log, Archive(root / log.run_id, log.run_id), state)
-        errors = await _reward_errors_in(log, Archive(root / log.run_id, log.run_id), state)
+            entries = await _proof(log, archive, step)
+        stacks = await _stacks_in(log, archive, state)
+        errors = await _reward_errors_in(log, archive, state)
         causes = find_causes(state, facts)
         return _StepFacts(
             state=state,
             causes=causes[:MOST_CAUSES],
             more_causes=max(0, len(causes) - MOST_CAUSES),
             unseen=format_unseen(find_unseen(state, facts)),
-            now=now,
+            now=facts.now,
             outcomes=outcomes,
             proof=entries,
             stacks=stacks,
@@ -318,6 +324,7 @@ async def _reward_errors_in(
 
 async def _read_event(log: RedisEventLog, archive: Archive, entry_id: str) -> Event | None:
     """Return the event of an entry; None if it cannot be read."""
+    # The state keeps the entry's id alone: stacks and answers may be large.
     async with aclosing(whole_stream(log, Stream.EVENTS, archive, before(entry_id))) as entries:
         entry = await anext(entries, None)
     envelope = None if entry is None else try_decode(entry)
@@ -326,6 +333,8 @@ async def _read_event(log: RedisEventLog, archive: Archive, entry_id: str) -> Ev
 
 async def _proof(log: RedisEventLog, archive: Archive, step: int) -> list[ProofEntry]:
     """Return the entries that prove the outcome of a step, from the whole log."""
+    # Of several attempts only those count that the announcement names, so that announcements come
+    # first.
     proof, decode = Proof(step), EnvelopeReader().decode
     for stream, add in (
         (Stream.ANNOUNCEMENTS, proof.add_announcement),
@@ -344,6 +353,7 @@ async def _announced(log: RedisEventLog, archive: Archive, step: int) -> list[Ou
         async for entry in whole_stream(log, Stream.ANNOUNCEMENTS, archive):
             outcome = Outcome.from_announcement(entry.id, try_decode(entry), step)
             if outcome is not None:
+                # By epoch too: after a resume a step may be announced again.
                 outcomes[outcome.epoch, outcome.kind] = outcome
     except ArchiveMissing as error:
         raise StepNotFound(step, f"step {step} was settled long ago, and {error}") from None

@@ -126,6 +126,7 @@ def export(
     """
     if until is not None and not as_pytest:
         raise OutputUnusable("until")
+    # It would be a file of this name.
     if str(output) == "-":
         raise OutputUnusable("stdout")
     if not rollouts and (form is not None or step is not None):
@@ -145,6 +146,8 @@ def export(
             path = output or Path(f"{run}.jsonl")
             count = anyio.run(_export, redis_url, run, path, checkpoint_root(root))
             print_out(f"{format_count(count, 'entry', 'entries')} of run {run} in {path}")
+    # Not every OSError: what cannot be read, such as a segment of the archive, is no fault of the
+    # output.
     except NotWritten as error:
         raise OutputUnusable("file", str(error)) from None
 
@@ -154,6 +157,7 @@ def import_(path: File, redis_url: RedisUrl = None) -> None:
 
     Example: trinity-events import demo-1.jsonl
     """
+    # Read and checked as a whole before the server has any of it.
     recording = read_recording(path)
     anyio.run(_import, redis_url, recording)
     print_out(
@@ -225,6 +229,7 @@ async def _export_pytest(
                 if last is not None and position(entry.id) > last:
                     break
                 entries.append(entry)
+    # A module's name, which pytest imports.
     path = output or Path(f"test_{re.sub(r'[^0-9A-Za-z]+', '_', run_id)}.py")
     write_file(path, as_test_file(run_id, entries).encode())
     written = format_count(len(entries), "event")

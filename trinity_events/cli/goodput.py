@@ -60,6 +60,7 @@ class _GoodputEntries:
             envelope = decode_entry(self.goodput.run_id, entry.payload, self._decode)
         except ContractError:
             return
+        # The id is the server's time: processes on hosts with other clocks are comparable by it.
         self.goodput.add(position(entry.id)[0] / 1000, envelope)
 
 
@@ -69,6 +70,7 @@ def _read_file(path: Path) -> Goodput:
     for line in lines:
         if line.stream == Stream.EVENTS.value:
             entries.add(line.entry)
+    # A file ends with its last entry; the seconds since then belong to no worker.
     return entries.goodput.goodput()
 
 

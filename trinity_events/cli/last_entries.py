@@ -19,7 +19,8 @@ from ..views.terminal import print_err
 
 T = TypeVar("T")
 _COUNTED = 1_000_000
-"""Maximum entries to count back in an archive; for a larger number all entries are printed."""
+"""Maximum entries to count back in an archive, as their keys are in memory; for a larger number all
+entries are printed."""
 
 
 class Begin(NamedTuple):
@@ -32,6 +33,7 @@ class Begin(NamedTuple):
 
 async def find_begin(log: RedisEventLog, lines: int | None, event_filter: EventFilter) -> Begin:
     """Return the position in each stream after which the last matching entries begin."""
+    # Read first, so that what is published from now on is left to --follow.
     after = {stream: await log.last_id(stream) for stream in Stream}
     if lines == 0:
         return Begin(after, True)
@@ -40,6 +42,7 @@ async def find_begin(log: RedisEventLog, lines: int | None, event_filter: EventF
     count = 0
     begin = event_filter.since
     async for stream, entry in _merged(back, max):
+        # All that would follow are older.
         if position(entry.id) < event_filter.since:
             break
         if is_wanted(entry, event_filter):
@@ -62,10 +65,13 @@ async def last_entries(
 
     The entries in between are not kept, since they may exceed the memory.
     """
+    # Position and stream, since an event and its announcement may have the same id.
     first = (0, 0), 0
     sources = partial(_from_server, log, dict(begin.after))
     if not begin.all_there and archive.folder.is_dir():
         sources = partial(_from_archive, log, archive, event_filter)
+        # Twice through the archive: it can only be read forwards, and what matches may exceed the
+        # memory.
         first = await _find_first(sources(), lines, event_filter)
     elif not begin.all_there:
         print_err(
@@ -120,6 +126,7 @@ def is_wanted(entry: Entry, event_filter: EventFilter) -> bool:
     """Return True if an entry matches; an undecodable entry matches a filter of time alone."""
     if not event_filter.in_time(position(entry.id)):
         return False
+    # Without decoding: a filter of time alone passes millions of entries.
     if not event_filter.has_conditions:
         return True
     envelope = try_decode(entry)
@@ -139,8 +146,10 @@ async def _read_back(
 ) -> AsyncIterator[Entry]:
     """Yield the entries of a stream up to the end of the filter, newest first."""
     most = page_of(stream)
+    # For 20 lines, a page of 20 is one small reply.
     page = PageSize(most if lines is None else min(most, lines))
     milliseconds, number = event_filter.until
+    # The default end is above what an id can hold, which the server would refuse.
     end = "+" if milliseconds >= 2**63 else f"{milliseconds}-{number}"
     inclusive = True
     while entries := await log.read_back(end, stream=stream, limit=page.limit, inclusive=inclusive):
@@ -153,7 +162,7 @@ async def _read_back(
 async def _merged(
     streams: dict[Stream, AsyncIterator[Entry]], first: Callable[..., Stream]
 ) -> AsyncIterator[Found]:
-    """Yield the entries of both streams, in the order of their ids."""
+    """Yield the entries of both streams in the order of their ids; the newest first by ``max``."""
     heads = {stream: await anext(entries, None) for stream, entries in streams.items()}
     while there := {stream: entry for stream, entry in heads.items() if entry is not None}:
         stream = first(there, key=lambda stream: position(there[stream].id))

@@ -37,6 +37,7 @@ def metrics(
 
     Example: trinity-events metrics --port 9760
     """
+    # Before anything is opened, and by the name that pip knows, which differs from the module's.
     for package, module in (("prometheus-client", "prometheus_client"), ("uvicorn", "uvicorn")):
         try:
             import_module(module)
@@ -54,6 +55,7 @@ async def _serve(redis_url: str | None, run: str | None, host: str, port: int) -
 
     async with open_client(redis_url) as client:
         if run is not None:
+            # A wrong name ends the command here, and not the first scrape.
             run = await require_run(client, run)
         else:
             await list_runs(client)  # raises if the index cannot be read

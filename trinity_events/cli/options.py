@@ -49,7 +49,7 @@ ListenPort = Annotated[
     int, typer.Option("--port", help="Port to listen at; 0 takes a free one.", min=0, max=65_535)
 ]
 PIPE_WIDTH = 160
-"""Columns of output that is no terminal."""
+"""Columns of output that is no terminal: rich takes it for 80 columns, and would cut tables."""
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every announcement.")]
 
 
@@ -102,6 +102,7 @@ def console(out: TextIO | None = None) -> Terminal:
 
 def print_json(value: Any, out: TextIO | None = None) -> None:
     """Print one line of JSON on standard output; NaN and infinity become null."""
+    # Python's encoder writes NaN, which is no JSON (RFC 8259, section 6).
     line = json.dumps(_finite(msgspec.to_builtins(value, str_keys=True)), allow_nan=False)
     # The only control character that JSON does not escape.
     print_out(line.replace("\x7f", r"\u007f"), file=out)

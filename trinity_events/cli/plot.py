@@ -74,6 +74,7 @@ async def _curves(run: str, root: Path | None, redis_url: str | None) -> tuple[s
             with suppress(ContractError):  # a dead letter, which the reducer has reported
                 envelope = decode(entry.payload)
                 if isinstance(envelope.event, RunResumed):
+                    # Later steps of the earlier epoch are discarded, and trained again.
                     curves.cut_after(envelope.event.step)
                 if (sample := reader.add(envelope)) is not None:
                     curves.add(sample.step, sample.values)

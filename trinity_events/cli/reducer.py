@@ -74,6 +74,7 @@ def reducer(
     keep_checkpoints: KeepCheckpoints = KEEP_CHECKPOINTS,
     adopt_folders: AdoptFolders = None,
     verbose: Verbose = False,
+    # Of launchers: a pipe ends with the process that holds it, also if that was killed.
     lifeline: Annotated[
         bool, typer.Option("--lifeline", help="End at the end of standard input.", hidden=True)
     ] = False,
@@ -96,6 +97,7 @@ def reducer(
         keep_checkpoints=keep_checkpoints,
         adopt_folders=frozenset(adopt_folders or ()),
     )
+    # Before it may lead: as the leader it would keep others from writing the files.
     folder = writable_root(checkpoint_root(root))
     tune_process()
     prepare_stack_dumps()
@@ -111,10 +113,11 @@ async def until_stopped(serve: Callable[[], Awaitable[None]], lifeline: bool = F
         async def stop_on_end() -> None:
             while True:
                 await anyio.wait_readable(sys.stdin)
+                # Its content means nothing; only the end counts.
                 if not os.read(sys.stdin.fileno(), 64):
                     tasks.cancel_scope.cancel()
 
         if lifeline:
             tasks.start_soon(stop_on_end)
         await serve()
-        tasks.cancel_scope.cancel()
+        tasks.cancel_scope.cancel()  # else the group waits for the lifeline's end

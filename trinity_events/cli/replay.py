@@ -78,11 +78,13 @@ def replay(
     Example: trinity-events replay demo-1 --step --from 3
     """
     if step or begin is not None:
+        # A pipe has no user who presses Enter.
         is_interactive = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
         steps = _Steps(begin=begin, until=until, as_json=as_json, is_interactive=is_interactive)
         anyio.run(_show_steps, run, root, redis_url, steps)
         return
     show = timeline and not as_json
+    # Nothing between is printed, so that the fold may begin at a kept state (decision 26).
     if until is not None and not show:
         state = anyio.run(_state_at, run, root, redis_url, until)
     else:
@@ -153,6 +155,7 @@ async def _show(states: StateAt, begin: str, until: str | None, steps: _Steps) -
         async for state, folded in entries:
             if until is not None and position(folded.entry.id) > position(until):
                 return
+            # The fold changes this state with the next entry: its JSON is a copy.
             now = state_as_json(state)
             differences = [change for change in changes(before, now) if is_relevant(change)]
             before = now

@@ -52,12 +52,14 @@ async def _states(redis_url: str | None) -> list[tuple[MonitorState, int | None]
                 try:
                     state = await current_state(RedisEventLog(client, run))
                     states[run] = state, await abandoned_since(client, state)
+                # One run of another version, or a foreign key, hides no other run.
                 except (SnapshotUnreadable, KeyConflict) as error:
                     print_err(f"error: {error}")
 
         async with anyio.create_task_group() as tasks:
             for run in listed:
                 tasks.start_soon(read_run, run)
+    # Reads end in any order; the index is in the order of openings.
     return [states[run] for run in listed if run in states]
 
 

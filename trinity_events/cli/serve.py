@@ -49,6 +49,8 @@ def serve(
     prepare_stack_dumps()
     server = EmbeddedServer(trinity_home())
     with ExitStack() as exits:
+        # The port is for other programs: the reducer keeps the socket, which stays open when
+        # another process closes the port.
         url = shown = exits.enter_context(server.attached())
         if port:
             shown = exits.enter_context(server.listening(port))

@@ -31,6 +31,8 @@ def recorded_file(run_or_file: str | None) -> Path | None:
     if run_or_file is None:
         return None
     path = Path(run_or_file)
+    # By its ending too, although a run's id may have it: a file that is missing is then called so,
+    # and no unknown run.
     return path if path.suffix == ".jsonl" or path.is_file() else None
 
 

@@ -38,6 +38,8 @@ def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = 
         return
     state, facts, since = run_status
     shown = {name: value for name, value in state_as_json(state).items() if name != "waits"}
+    # Ages stop with the run, and count to now while it is open
+    # (test_ages_stop_when_the_run_has_ended).
     at = position(state.position)[0] if facts is None else facts.now
     processes = {} if facts is None else facts.processes
     reports_since = None if facts is None else facts.reports_since
@@ -56,6 +58,7 @@ async def _read_status(
     async with open_client(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
         state = await current_state(log)
+        # Facts about processes and the server would say nothing about a run that is over.
         if state.closed is not None:
             return _RunStatus(state)
         facts = await read_live_facts(client, log.run_id)

@@ -207,7 +207,9 @@ async def _tail(redis_url: str | None, run: str | None, root: Path, options: _Ta
 async def _follow(
     log: RedisEventLog, after: dict[Stream, str], event_filter: EventFilter, form: Format
 ) -> None:
+    # The smaller page of both: an announcement lists the saves of all ranks.
     ahead, page = MergedReader(log, after), PageSize(page_of(Stream.ANNOUNCEMENTS))
+    # Without a deadline: an outage of the server does not end what follows a run.
     wait = Deadline(None, f"nothing more of run {log.run_id}")
     faults = wait.faults
 
@@ -218,6 +220,7 @@ async def _follow(
         return await ahead.read(seconds=5, limit=page.limit)
 
     while True:
+        # Output to a pipe is buffered: its reader would wait for entries that were printed.
         sys.stdout.flush()
         entries = await wait.retry(read)
         page.learn([entry for _, entry in entries])
@@ -233,6 +236,7 @@ async def _filter(
     """Return the filter of the options. Raises BadFilter, UnknownType and BadTime."""
     bounds = {}
     if options.since is not None or options.until is not None:
+        # The clock that stamped the entries; this host may have another time.
         now = await server_clock(client, log.keys.events)
         if options.since is not None:
             bounds["since"] = moment(options.since, now)

@@ -10,6 +10,7 @@ from ..log import position
 
 _AGO = re.compile(r"(\d+(?:\.\d+)?)(s|min|m|h|d)")
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+# Both parts are unsigned numbers of 64 bits, of which the largest has 20 digits.
 _ENTRY = re.compile(r"\d{1,20}-\d{1,20}")
 
 
@@ -45,11 +46,13 @@ def moment(text: str, now: int, *, end: bool = False) -> tuple[int, int]:
         milliseconds = now - int(float(match[1]) * _SECONDS[match[2]] * 1000)
     else:
         milliseconds = int(_by_the_clock(text, now).timestamp() * 1000)
+    # The server numbers the entries of a millisecond from 0 to this.
     return max(0, milliseconds), 2**64 - 1 if end else 0
 
 
 def _by_the_clock(text: str, now: int) -> datetime:
     try:
+        # Today is the server's day, in the time zone of the user.
         return datetime.combine(datetime.fromtimestamp(now / 1000).date(), time.fromisoformat(text))
     except ValueError:
         pass

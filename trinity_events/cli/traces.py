@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ENDPOINT = "http://localhost:4318"
 """Default address of a collector: OTLP over HTTP on its own port."""
+# OpenTelemetry's own variable of the address of all signals.
 _VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
@@ -82,6 +83,8 @@ class _Collector:
         # Its failures are this command's own sentence.
         logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
         self._url = url
+        # Its path is added here: the exporter adds it to the variable's address, and takes an
+        # argument as it is (its trace_exporter/__init__.py).
         self._exporter: Any = OTLPSpanExporter(endpoint=f"{url}/v1/traces", timeout=timeout)
 
     def send(self, spans: Sequence[ReadableSpan]) -> None:

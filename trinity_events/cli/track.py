@@ -72,6 +72,7 @@ async def _config(source: StateSource) -> str | None:
     async with aclosing(source.events()) as entries:
         async for entry in entries:
             with suppress(ContractError):
+                # A run is opened by its first event; whatever follows is not read.
                 event = decode_envelope(entry.payload).event
                 return event.config if isinstance(event, RunOpened) else None
     return None

@@ -92,18 +92,19 @@ def _find_folder(recording: Recording, root: Path | None, files: bool) -> Path |
 
 async def _verify(redis_url: str | None, run: str, root: Path, files: bool) -> Report:
     folder = root / run
+    # A copy on disk, as a file is checked: the log may exceed the memory.
     with TemporaryDirectory(prefix="trinity-events-") as room:
         path = Path(room) / "log.jsonl"
         async with open_log(redis_url, run) as log:
-            (
-                snapshot,
-                _,
-            ) = await log.load()  # before the log: a snapshot taken meanwhile would be newer
+            # Before the log: a snapshot that is written meanwhile would be newer.
+            snapshot, _ = await log.load()
             try:
                 await record_run(log, path, Archive(folder, run), bare_line)
             except NotWritten as error:
                 raise NoSpaceForCopy(str(error)) from None
         recording = read_recording(path)
+        # Iteration files are compared wherever the folder is there; only --files makes its absence
+        # an error.
         there = folder if folder.is_dir() else _find_folder(recording, root, files)
         return check(recording, snapshot, there, files=files)
 

@@ -56,12 +56,14 @@ def watch(run: OptionalRun = None, redis_url: RedisUrl = None) -> None:
 async def _watch(app: type[WatchApp], redis_url: str | None, run: str | None) -> None:
     async with open_client(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
+        # Ages are shown by the server's clock, which stamps the entries.
         ahead = await server_clock(client, log.keys.events) - time.time() * 1000
 
         async def read_panel() -> tuple[LiveFacts, list[DeadLetter]]:
             return await read_lags(client, log), await log.dead_letters(last=1)
 
         screen = app(log.run_id, partial(follow_state, log), ahead, read_panel)
+        # A daemon, as it waits for the terminal's end, which may be long after the view's.
         Thread(target=_exit_with_terminal, args=(screen,), name="terminal", daemon=True).start()
         await screen.run_async()
 
