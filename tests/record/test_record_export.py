@@ -2,14 +2,19 @@
 
 import json
 import stat
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("torch")
 
+from tests.support.errors import raises
 from tests.support.experiences import make_groups
 from tests.support.rollout_records import make_episode, write_record
+from trinity_events.record.reader import RecordDamaged
 
 pytestmark = pytest.mark.processes
 
@@ -130,3 +135,37 @@ def test_samples_are_listed_and_shown_in_full(cli, root):
     assert shown.stdout.count("[policy]") == 4
     missing = cli("samples", "r", "--step", "9", *options)
     assert missing.returncode == 1 and "steps 1 to 2" in missing.stderr
+
+
+COUNT_THREADS = """
+import os, sys
+from pathlib import Path
+from trinity_events.record.columns import import_pyarrow
+from trinity_events.record.reader import RolloutRecord
+
+import_pyarrow("the test")
+threads = [len(os.listdir("/proc/self/task"))]
+record = RolloutRecord(Path(sys.argv[1]), "r")
+for step in record.list_steps(superseded=True):
+    assert record.read(step) and record.read(step, None, ordinal=1)
+print(*threads, len(os.listdir("/proc/self/task")))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
+def test_a_record_is_read_by_the_calling_thread_alone(root):
+    """A thread that still holds a file of Python as the interpreter exits aborts the process."""
+    command = [sys.executable, "-c", COUNT_THREADS, str(root / "r")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    before, after = done.stdout.split()
+    assert before == after
+
+
+def test_a_damaged_page_of_a_file_is_named_with_the_file(tmp_path, policy_folder):
+    record = write_record(tmp_path / "r", policy_folder, {1: make_groups("r", 4)})
+    step = record.find_step()
+    path = record.folder / step.files[0].name
+    contents = path.read_bytes()
+    path.write_bytes(contents[:4] + bytes(2000) + contents[2004:])
+    with raises(RecordDamaged, path=path):
+        record.read(step, None)

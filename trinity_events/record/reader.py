@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -134,27 +134,16 @@ class RolloutRecord:
         Raises:
             RecordDamaged: A file cannot be read.
         """
-        pa = import_pyarrow("the record of rollouts")
-        conditions = {"ordinal": ordinal, "sample": sample}
-        filters = [(name, "==", value) for name, value in conditions.items() if value is not None]
+        numbers = {"ordinal": ordinal, "sample": sample}
+        conditions = {name: value for name, value in numbers.items() if value is not None}
         lacking = dict.fromkeys(columns or self.column_names)
         rows: list[dict[str, Any]] = []
         for file in recorded.discarded if discarded else recorded.files:
-            path = self.folder / file.name
             try:
-                with path.open("rb") as source:
-                    there = None
-                    if columns is not None:
-                        # A record of an earlier version lacks some.
-                        names = pa.parquet.read_schema(source).names
-                        there = [*set(names).intersection(columns)]
-                        source.seek(0)
-                    table = pa.parquet.read_table(source, columns=there, filters=filters or None)
+                rows_of_file = _read_rows(self.folder / file.name, columns, conditions)
             except FileNotFoundError:
                 continue  # the writer removed it as the oldest
-            except pa.ArrowException as error:
-                raise RecordDamaged(path, " ".join(str(error).split())) from None
-            for row in table.to_pylist():
+            for row in rows_of_file:
                 if "reward_parts" in row:
                     row["reward_parts"] = dict(row["reward_parts"] or ())
                 rows.append(lacking | row)
@@ -206,3 +195,44 @@ class RolloutRecord:
     def column_names(self) -> list[str]:
         """Return the names of all columns."""
         return list(build_schema().names)
+
+
+def _read_rows(
+    path: Path, columns: Sequence[str] | None, conditions: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Return the rows of a file that meet the conditions.
+
+    The calling thread alone reads, and from a file of Arrow's. `parquet.read_table` reads with
+    Arrow's threads, which release the file after the call has returned. They hold the interpreter's
+    lock for a file of Python: one that waits for it while the interpreter exits aborts the process
+    (`test_a_record_is_read_by_the_calling_thread_alone`).
+
+    Raises:
+        RecordDamaged: The file cannot be read.
+    """
+    pa = import_pyarrow("the record of rollouts")
+    rows: list[dict[str, Any]] = []
+    try:
+        with pa.parquet.ParquetFile(path, pre_buffer=False) as file:
+            # A record of an earlier version lacks some.
+            names = [name for name in file.schema_arrow.names if columns is None or name in columns]
+            places = [
+                place
+                for place in range(file.num_row_groups)
+                if not conditions
+                or conditions
+                in file.read_row_group(place, [*conditions], use_threads=False).to_pylist()
+            ]
+            # Together is faster, but Arrow cannot join the dictionaries of nested columns.
+            is_nested = "token_texts" in names
+            for batch in [[place] for place in places] if is_nested else [places]:
+                table = file.read_row_groups(batch, names, use_threads=False)
+                if conditions:
+                    keys = table.select([*conditions]).to_pylist()
+                    table = table.filter(pa.array([key == conditions for key in keys], pa.bool_()))
+                rows += table.to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        if getattr(error, "errno", None) is not None:
+            raise  # of the file system: Arrow's own of a damaged page have no number
+        raise RecordDamaged(path, " ".join(str(error).split())) from None
+    return rows
