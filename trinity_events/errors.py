@@ -251,27 +251,32 @@ class RunOpenedTwice(TrinityError):
 
 
 class RunNotFound(TrinityError):
-    """The server has no such run.
+    """The server, or the checkpoint root, has no such run.
 
     Attributes:
         run_id: The run; None if any would do.
-        fault: ``empty`` if the server has no run, ``absent`` if it lacks this one, ``not shown`` if
-            only another one is shown, and ``not opened`` after a deadline.
+        fault: ``empty`` if the server has no run, ``absent`` if it lacks this one, ``no folder`` if
+            the root does, ``not shown`` if only another one is shown, and ``not opened`` after a
+            deadline.
         nearest: Run of the most similar name, or the one that is shown.
         newest: Newest runs of the server, if no name is similar.
         way_out: Advice for the user.
         deadline: Seconds that were waited for the run.
+        root: Folder with one checkpoint directory per run.
     """
 
     run_id: str | None
-    fault: Literal["empty", "absent", "not shown", "not opened"]
+    fault: Literal["empty", "absent", "no folder", "not shown", "not opened"]
     nearest: str | None = None
     newest: tuple[str, ...] = ()
     way_out: str = ""
     deadline: float = 0.0
+    root: Path = Path()
     texts: ClassVar = {
         "empty": "there is no run on this server yet: start one with: trinity-events demo",
         "absent": "there is no run {run_id!r} on this server{_nearest}: {way_out}",
+        "no folder": "there is no run {run_id!r} in {root}{_nearest}: name another folder with "
+        "--checkpoint-root",
         "not shown": "only run {nearest!r} is shown here",
         "not opened": "run {run_id} was not opened within {deadline:g} s: {way_out}",
     }

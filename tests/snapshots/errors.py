@@ -500,6 +500,10 @@ ERRORS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "there is no run 'demo' on this server (newest runs: a, b): list them",
         ),
         (
+            {"run_id": "demo", "fault": "no folder", "nearest": "demo-1", "root": Path("/x")},
+            "there is no run 'demo' in /x (is demo-1 meant?): name another folder with --checkpoint-root",
+        ),
+        (
             {"run_id": "demo", "fault": "not shown", "nearest": "demo-1"},
             "only run 'demo-1' is shown here",
         ),

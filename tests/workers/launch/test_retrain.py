@@ -9,10 +9,18 @@ from msgspec.structs import replace
 from tests.support.errors import raises
 from tests.support.experiences import make_groups
 from tests.support.rollout_records import write_record
+from trinity_events.errors import RunNotFound
 from trinity_schemas import StepRef, Turn
+from trinity_workers.config.files import COPY
 from trinity_workers.config.sections.rollouts import RolloutsConfig
 from trinity_workers.config.train_config import TrainConfig
-from trinity_workers.launch.retrain import CannotRetrain, StepOrder, arrange, read_groups
+from trinity_workers.launch.retrain import (
+    CannotRetrain,
+    StepOrder,
+    arrange,
+    read_groups,
+    retrain,
+)
 
 CONFIG = TrainConfig(rollouts=RolloutsConfig(prompts_per_step=3, samples_per_prompt=4))
 
@@ -45,6 +53,14 @@ def test_a_record_with_gaps_is_refused(tmp_path, policy_folder, groups):
     record = write_record(tmp_path / "b", policy_folder, {1: groups[:2]})
     with raises(CannotRetrain, fault="samples", step=1, recorded=8, needed=12):
         read_groups(record, CONFIG)
+
+
+def test_a_run_that_is_not_there_is_named_with_the_place_and_the_nearest_one(tmp_path):
+    (tmp_path / "demo-1").mkdir()
+    (tmp_path / "demo-1" / COPY).touch()
+    refused = {"run_id": "demo-2", "fault": "no folder", "nearest": "demo-1", "root": tmp_path}
+    with raises(RunNotFound, **refused):
+        retrain("demo-2", root=tmp_path)
 
 
 def test_steps_are_arranged_and_old_groups_left_out(groups):

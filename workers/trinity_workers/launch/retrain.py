@@ -30,8 +30,9 @@ from trinity_events.cli.options import (
     checkpoint_root,
     parse_run_id,
 )
-from trinity_events.errors import TrinityError
+from trinity_events.errors import RunNotFound, TrinityError
 from trinity_events.log import open_run
+from trinity_events.log.redis.run_index import nearest_name
 from trinity_events.record.reader import RolloutRecord
 from trinity_events.server import connect, serving
 from trinity_events.system.counts import format_count
@@ -84,6 +85,16 @@ class CannotRetrain(TrinityError):
         "redacted": "tokens of step {step} of run {run_id} were redacted, so that it cannot be "
         "trained on again",
     }
+
+
+def require_run_folder(root: Path, run_id: str) -> None:
+    """Raise RunNotFound if the root has no folder of the run, with the nearest name there."""
+    if (root / run_id).is_dir():
+        return
+    copies = sorted(root.glob(f"*/{COPY}"), key=lambda path: path.stat().st_mtime)
+    runs = [path.parent.name for path in copies]
+    nearest = nearest_name(run_id, runs)
+    raise RunNotFound(run_id, "no folder", nearest, tuple(runs[-5:]), root=root)
 
 
 def read_groups(
@@ -205,6 +216,7 @@ def retrain(
     Example: trinity-events retrain demo-1 --set algorithm.loss=gspo
     """
     run_id, folders = parse_run_id(run), checkpoint_root(root)
+    require_run_folder(folders, run_id)
     own = read_config(folders / run_id / COPY).checked()
     given = [typed_setting(text) for text in settings or ()]
     other = read_config(folders / run_id / COPY, given).checked()
