@@ -1,4 +1,4 @@
-"""`trainer.context_parallel` on FSDP: a whole run whose ranks share sequences, and generate."""
+"""Parallelism on FSDP: whole runs whose ranks share sequences or layers, and generate."""
 
 import json
 
@@ -14,13 +14,17 @@ pytestmark = [pytest.mark.heavy, pytest.mark.processes, pytest.mark.ray]
 STEPS = 2
 
 
-def test_ranks_that_share_sequences_train_generate_and_save(
-    cli, redis_url, run_id, tmp_path, policy_folder
+@pytest.mark.parametrize(
+    "shared",
+    ["context_parallel", pytest.param("tensor_parallel", marks=pytest.mark.nightly)],
+)
+def test_ranks_that_share_sequences_or_layers_train_generate_and_save(
+    cli, redis_url, run_id, tmp_path, policy_folder, shared
 ):
     file = small_run(
         tmp_path,
         policy_folder,
-        trainer={"ranks": 2, "context_parallel": 2, "colocated": True, "fused_loss": True},
+        trainer={"ranks": 2, shared: 2, "colocated": True, "fused_loss": True},
         sync={"max_staleness": 0},
         checkpoints={"interval": STEPS},
         steps=STEPS,

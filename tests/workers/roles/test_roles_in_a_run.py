@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -25,6 +26,7 @@ from trinity_schemas import Sampling, StepRef  # noqa: E402
 from trinity_workers.algorithms.presets import preset_values  # noqa: E402
 from trinity_workers.roles import ActorRolloutRefWorker, CriticWorker  # noqa: E402
 from trinity_workers.rollout_engines.base import GenerationRequest  # noqa: E402
+from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine  # noqa: E402
 
 RANKS = 2
 SAVES = {"fsdp": (RANKS, 3 * RANKS), "megatron": (1, 3)}
@@ -42,7 +44,11 @@ FILES = {
         for part in ("model", "training")
     },
 }
-ENGINES = ["fsdp", pytest.param("megatron", marks=pytest.mark.megatron)]
+LAYOUTS = [
+    pytest.param("fsdp", 1, id="fsdp"),
+    pytest.param("fsdp", RANKS, id="fsdp, shared layers"),
+    pytest.param("megatron", RANKS, marks=pytest.mark.megatron, id="megatron"),
+]
 
 
 def make_roles(rank, config):
@@ -84,6 +90,21 @@ def optimizers(rank):
     return {role: engine(rank, role).optimizer is not None for role in rank.objects.roles}
 
 
+def generate(rank, requests, *, deterministic):
+    """Return this rank's answers, and the ordinals of those that it generated itself."""
+    own, generate_batch = [], HuggingFaceEngine._generate_batch
+
+    def count(engine, batch, must_end):
+        own.extend(request.ordinal for request in batch)
+        return generate_batch(engine, batch, must_end)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HuggingFaceEngine, "_generate_batch", count)
+        if deterministic:
+            rank.objects.roles["rollout"]._rollouts._engine.deterministic = True
+        return call(rank, "rollout", "generate_sequences", requests), own
+
+
 def leave(rank):
     for role in ("critic", "rollout", "actor"):
         worker = rank.objects.roles[role]
@@ -102,10 +123,13 @@ def start(rank_processes, make_config):
     def on_all(function, *args):
         return rank_processes.call(range(RANKS), function, *args)
 
-    def start(name):
+    def start(name, tensor=RANKS):
         config = make_config(
             algorithm={**preset_values("ppo"), "critic": {"use": True}},
-            trainer={"engine": name, "ranks": RANKS, "warmup_steps": 0},
+            trainer={
+                **{"engine": name, "ranks": RANKS, "warmup_steps": 0},
+                "tensor_parallel": tensor,
+            },
             sync={"method": "nccl", "timeout": PATIENCE},
         )
         rank_processes.start(RANKS)
@@ -119,12 +143,12 @@ def start(rank_processes, make_config):
         on_all(leave)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(("name", "tensor"), LAYOUTS)
 async def test_roles_broadcast_and_save_a_step_that_is_ready_and_roles_load_it(
-    start, rank_processes, log, tmp_path, name
+    start, rank_processes, log, tmp_path, name, tensor
 ):
     in_thread = anyio.to_thread.run_sync
-    config, on_all = await in_thread(start, name)
+    config, on_all = await in_thread(start, name, tensor)
     assert on_all(optimizers) == [{"actor": True, "rollout": False, "critic": True}] * RANKS
     urls = {"redis_url": config.redis_url, "weights_url": config.weights_url}
     explorer = Synchronizer(config.run_id, 0, role="explorer", **urls)
@@ -172,14 +196,26 @@ async def test_roles_broadcast_and_save_a_step_that_is_ready_and_roles_load_it(
             for loaded in await in_thread(on_all, weights, role):
                 assert_equal(loaded, expected)
 
-        request = GenerationRequest(
-            tokens=[5, 6, 7],
-            sampling=Sampling(max_new_tokens=5, temperature=0.0),
-            ordinal=0,
-            sample=0,
-        )
-        for [answer] in await in_thread(on_all, call, "rollout", "generate_sequences", [request]):
-            assert [version for version, _ in answer.versions] == [StepRef(config.epoch, 1)]
+        requests = [
+            GenerationRequest(
+                tokens=[5, 6, 7, ordinal],
+                sampling=Sampling(max_new_tokens=5, temperature=0.0),
+                ordinal=ordinal,
+                sample=sample,
+            )
+            for ordinal in range(3)
+            for sample in range(2)
+        ]
+        for deterministic in (False, True) if name == "fsdp" else (False,):
+            generating = partial(generate, requests=requests, deterministic=deterministic)
+            (answers, first), (others, second) = await in_thread(on_all, generating)
+            assert answers == others
+            assert len(answers) == len(requests)
+            for answer in answers:
+                assert [version for version, _ in answer.versions] == [StepRef(config.epoch, 1)]
+            if name == "fsdp":  # each answer is generated once, by one of the ranks
+                assert sorted(first + second) == [0, 0, 1, 1, 2, 2]
+                assert sorted(first) == ([0, 0, 2, 2] if deterministic else [0, 1, 2])
     finally:
         explorer.close()
         committer.close()

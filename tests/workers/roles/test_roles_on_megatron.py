@@ -89,6 +89,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         **RECOMPUTE,
     },
     "FSDP": {"ranks": 2},
+    "TP 2 on FSDP": {"ranks": 4, "tensor_parallel": 2, **OFFLOAD, **TOKENS, **FUSED},
 }
 
 

@@ -79,9 +79,10 @@ class ActorRolloutRefWorker(RoleWorker):
     def generate_sequences(self, prompts: Sequence[GenerationRequest]) -> list[Generation]:
         """Generate one turn for each request with the policy's present weights, in order.
 
-        Every rank of FSDP gathers the whole model for it, and keeps it until the policy changes. On
-        Megatron the weights change to the layout of ``trainer.rollout_tensor_parallel`` for it.
-        With ``explorer.engine`` vllm, vLLM in the ranks' processes takes each tensor instead.
+        Every rank of FSDP gathers the whole model for it, keeps it until the policy changes, and
+        takes its share of all ranks' requests. On Megatron the weights change to the layout of
+        ``trainer.rollout_tensor_parallel`` for it. With ``explorer.engine`` vllm, vLLM in the
+        ranks' processes takes each tensor instead.
 
         Raises:
             LayoutRefused: The model cannot be divided so.

@@ -89,11 +89,14 @@ class MegatronRolloutEngine:
             hybrid.group, hybrid.replica, hybrid.replicas, is_first=hybrid.is_first_of_replica
         )
 
-        def generate(turns: Sequence[OpenTurn]) -> None:
+        def generate(turns: Sequence[OpenTurn]) -> list[Generation]:
             with self._generating, self._gate.moving():
                 self._generate(turns)
+            return [turn.generation() for turn in turns]
 
-        return generate_shared(requests, replica, self.context_length, generate)
+        return generate_shared(
+            requests, replica, self.context_length, generate, by_prompt=self.deterministic
+        )
 
     async def pause(self, lease: float) -> None:
         """Stand still between tokens for at most `lease` seconds; so do the replica's ranks."""

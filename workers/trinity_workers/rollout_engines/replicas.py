@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from ..runtime.collectives import gather_bytes, raise_together
 from .base import Generation, GenerationRequest
-from .proof import ProofRecord
 from .turns import OpenTurn, turn_limit
 
 
@@ -29,8 +28,9 @@ def generate_shared(
     requests: Sequence[GenerationRequest],
     replica: Replica,
     room: int | None,
-    generate: Callable[[Sequence[OpenTurn]], None],
-    proofs: ProofRecord | None = None,
+    generate: Callable[[Sequence[OpenTurn]], Sequence[Generation]],
+    *,
+    by_prompt: bool = False,
 ) -> list[Generation]:
     """Generate one turn for each request of this rank, in order. Collective.
 
@@ -41,7 +41,8 @@ def generate_shared(
         replica: Replica of this rank.
         room: Maximum number of tokens of an episode.
         generate: Generates turns on the ranks of one replica, which get the same ones.
-        proofs: Statuses of the versions that are served; without any they are unproven.
+        by_prompt: Leave all requests of an ordinal to one replica, whatever other requests there
+            are, for engines whose answers depend on what is generated together.
 
     Raises:
         RolloutEngineError: on all ranks, if a request of one leaves no room for a token.
@@ -61,17 +62,20 @@ def generate_shared(
             msgspec.msgpack.decode(payload, type=GenerationRequest) for payload in everyones
         )
     ]
-    share = turns[replica.number :: replica.replicas]
+    shares: list[list[int]] = [[] for _ in range(replica.replicas)]
+    for place, turn in enumerate(turns):
+        shares[(turn.request.ordinal if by_prompt else place) % replica.replicas].append(place)
     error: Exception | None = None
+    generations: Sequence[Generation] = ()
     try:
-        generate(share)
+        generations = generate([turns[place] for place in shares[replica.number]])
     except Exception as caught:
         error = caught
     raise_together(error, group)
-    generations = [turn.generation(proofs) for turn in share] if replica.is_first else []
+    own = (replica.number, generations if replica.is_first else ())
     answers: dict[bytes, Generation] = {}
-    for payload in gather_bytes(msgspec.msgpack.encode((replica.number, generations)), group):
+    for payload in gather_bytes(msgspec.msgpack.encode(own), group):
         number, theirs = msgspec.msgpack.decode(payload, type=tuple[int, list[Generation]])
         # A replica's ranks but the first one say nothing.
-        answers |= zip(everyones[number :: replica.replicas], theirs, strict=False)
+        answers |= zip((everyones[place] for place in shares[number]), theirs, strict=False)
     return [answers[payload] for payload in mine]

@@ -121,9 +121,7 @@ class ColocatedVLLM:
 
         Raises as :func:`~..replicas.generate_shared`.
         """
-        return generate_shared(
-            requests, self._replica, self.context_length, self._generate, self._proofs
-        )
+        return generate_shared(requests, self._replica, self.context_length, self._generate)
 
     # --- weights ---------------------------------------------------------------------------
 
@@ -204,12 +202,12 @@ class ColocatedVLLM:
 
     # --- generation ------------------------------------------------------------------------
 
-    def _generate(self, turns: Sequence[OpenTurn]) -> None:
+    def _generate(self, turns: Sequence[OpenTurn]) -> list[Generation]:
         version = self.serves
         if version is None:
             raise NotServing("generate in a block of serving()")
         if not turns:
-            return
+            return []
         prompts = [
             # The prefixes of other weights are never hit.
             {"prompt_token_ids": turn.request.tokens, "cache_salt": str(self._loads)}
@@ -239,6 +237,7 @@ class ColocatedVLLM:
                 for of_token, token in zip(completion.logprobs, tokens, strict=True)
             ]
             turn.extend(tokens, logprobs, [version] * len(tokens), self._end_tokens, stopped)
+        return [turn.generation(self._proofs) for turn in turns]
 
     @contextmanager
     def _own_random_states(self) -> Iterator[None]:

@@ -21,6 +21,9 @@ from ...rollout_engines.base import (
     GenerationRequest,
 )
 from ...rollout_engines.loading import check_installed
+from ...rollout_engines.replicas import Replica, generate_shared
+from ...rollout_engines.turns import OpenTurn
+from ...runtime.collectives import rank_and_world
 
 
 class RankRollouts(Protocol):
@@ -120,7 +123,9 @@ class VLLMRollouts:
 
 
 class FSDPRollouts:
-    """Rollouts of a copy of the whole policy on this rank, gathered when its weights have changed.
+    """Rollouts of a copy of the whole policy on each rank, gathered when its weights have changed.
+
+    All ranks share the requests: those that share layers or sequences get the same ones.
 
     Raises RolloutEngineError for a policy of adapters.
     """
@@ -141,7 +146,10 @@ class FSDPRollouts:
         )
 
     def generate(self, prompts: Sequence[GenerationRequest], version: StepRef) -> list[Generation]:
-        """Generate with the present weights, gathered if they have changed. Collective."""
+        """Generate with the present weights, gathered if they have changed. Collective.
+
+        Raises as :func:`~...rollout_engines.replicas.generate_shared`.
+        """
         # Not by version: a load may bring other weights at the same step.
         changes: int = self._policy.weight_changes.count
         if self._gathered != changes:
@@ -153,6 +161,17 @@ class FSDPRollouts:
                     # In place: the model generates with these very tensors.
                     own[name].copy_(tensor)
             self._gathered = changes
-        self._engine.serves = version
-        generations: list[Generation] = self._engine.generate_here(prompts)
-        return generations
+        engine = self._engine
+        engine.serves = version
+
+        def generate(turns: Sequence[OpenTurn]) -> list[Generation]:
+            generations: list[Generation] = engine.generate_here([turn.request for turn in turns])
+            return generations
+
+        return generate_shared(
+            prompts,
+            Replica(None, *rank_and_world(), is_first=True),
+            engine.context_length,
+            generate,
+            by_prompt=engine.deterministic,
+        )
