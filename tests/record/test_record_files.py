@@ -19,6 +19,7 @@ def test_a_name_is_parsed_back_and_foreign_names_are_not():
 
 
 def test_steps_that_a_later_epoch_took_again_are_superseded():
+    """Invariant 2."""
     files = [RecordFile(1, step, rank) for step in (1, 2, 3, 4) for rank in (1, 0)]
     files += [RecordFile(2, 3, 0), RecordFile(3, 3, 0)]
     steps = find_steps(names(*files, marks={1: 0, 2: 2, 3: 2}))
@@ -34,5 +35,6 @@ def test_steps_that_a_later_epoch_took_again_are_superseded():
 
 
 def test_a_step_is_superseded_before_its_epoch_has_recorded_one():
+    """Invariant 2."""
     steps = find_steps(names(RecordFile(1, 5, 0), marks={1: 0, 2: 4}))
     assert [step.is_current for step in steps] == [False]

@@ -45,6 +45,7 @@ def import_pyarrow(user: str) -> Any:
     Raises:
         PackageMissing: It is not installed.
     """
+    # An extra: readers install `samples`, and trainers have it with `workers` (decision 52).
     try:
         import pyarrow
         import pyarrow.parquet
@@ -86,8 +87,8 @@ def build_schema(metadata: dict[str, str] | None = None) -> pyarrow.Schema:
             ("turns", pa.list_(turn)),
             ("prompt_messages", pa.list_(message)),  # null if the episode has no chat messages
             ("completion_messages", pa.list_(message)),
-            ("prompt_ids", pa.list_(pa.int32())),
-            ("completion_ids", pa.list_(pa.int32())),
+            ("prompt_ids", pa.list_(pa.int32())),  # (prompt tokens)
+            ("completion_ids", pa.list_(pa.int32())),  # (completion tokens), as the five below
             ("completion_mask", pa.list_(pa.bool_())),
             ("token_texts", pa.list_(pa.dictionary(pa.int32(), pa.string()))),
             ("logprobs", pa.list_(pa.float32())),  # of the explorer; 0 where not of the policy

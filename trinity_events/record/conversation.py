@@ -37,12 +37,13 @@ def build_policy_row(text: str, turn: int) -> Row:
     """Return the row of what the policy wrote, with the calls of tools that the text has."""
     calls: list[Row] = []
 
-    def take(block: re.Match[str]) -> str:
-        of_block = _read_calls(f"[{block[1]}]")
-        calls.extend(of_block)
-        return "" if of_block else block[0]
+    def remove_call(block: re.Match[str]) -> str:
+        block_calls = _read_calls(f"[{block[1]}]")
+        calls.extend(block_calls)
+        return "" if block_calls else block[0]
 
-    content = _CALL.sub(take, text)
+    content = _CALL.sub(remove_call, text)
+    # Only what surrounded a call is stripped: blanks of a plain answer are the policy's.
     return _row(turn, "assistant", content.strip() if calls else text, calls=calls)
 
 
@@ -108,6 +109,7 @@ def _read_calls(text: str) -> list[Row]:
     """Return the calls of a JSON list, each with a name; none if it is no such list."""
     try:
         values = json.loads(text or "[]")
+        # With the function inside, as OpenAI's messages have it, or the function itself.
         calls = [value.get("function", value) | {"id": value.get("id", "")} for value in values]
         return [
             {
@@ -123,6 +125,7 @@ def _read_calls(text: str) -> list[Row]:
 
 
 def _to_text(arguments: Any) -> str:
+    # OpenAI's arguments are a text of JSON, and those in a policy's block an object.
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 

@@ -21,6 +21,7 @@ from .conversation import to_chat
 from .files import RecordedStep
 from .reader import RolloutRecord
 
+# Both follow from other columns, and spare pages the tokenizer.
 _LEFT_OUT = ("preview", "token_texts")
 _SCOPE = "trinity_events.record"
 _ROLES = {"prompt": "user", "policy": "assistant", "environment": "tool"}
@@ -107,6 +108,8 @@ def build_spans(row: dict[str, Any], at: int) -> dict[str, Any]:
     name = "/".join(
         str(row[part]) for part in ("run_id", "epoch", "step", "ordinal", "attempt", "sample")
     )
+    # From the sample's name, so that a second export has the same spans. Ids of 16 and 8 bytes are
+    # hexadecimal in OTLP's JSON, and not base 64.
     trace = hashlib.sha256(name.encode()).hexdigest()[:32]
     root = _span_id(name)
     prompt, *turns = row["turns"]
@@ -145,6 +148,7 @@ def build_spans(row: dict[str, Any], at: int) -> dict[str, Any]:
                 "llm.token_count.total": read + turn["tokens"],
             }
         else:
+            # The turn before it: `turns` begins after the prompt, and `place` counts that.
             attributes |= _build_tool(by_turn[place], turns[place - 2])
         title = f"{turn['role']} {place - 1}"
         name_of_span = _span_id(f"{name}/{place - 1}")
@@ -241,6 +245,7 @@ def _to_attributes(values: dict[str, Any]) -> list[dict[str, Any]]:
 def _to_value(value: Any) -> dict[str, Any]:
     if isinstance(value, list):
         return {"arrayValue": {"values": [_to_value(item) for item in value]}}
+    # As text, too: Protobuf's JSON has integers of 64 bits so.
     return {"intValue": str(value)} if isinstance(value, int) else {"stringValue": str(value)}
 
 

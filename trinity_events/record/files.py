@@ -25,6 +25,7 @@ from typing import NamedTuple
 RECORD = "rollouts"
 """Folder of the record in a run's directory."""
 
+# At most 18 digits, which fit into the 64 bits of the columns.
 _FILE = re.compile(r"step_(\d{1,18})_epoch_(\d{1,18})_(rank|discarded)_(\d{1,9})\.parquet")
 _MARK = re.compile(r"epoch_(\d{1,18})_from_(\d{1,18})")
 
@@ -106,6 +107,7 @@ def find_steps(names: Iterable[str]) -> list[RecordedStep]:
 
 
 def _is_current(epoch: int, step: int, marks: Iterable[EpochMark]) -> bool:
+    # The step of the checkpoint itself is kept: the later epoch begins after it.
     return not any(mark.epoch > epoch and mark.resumed_step < step for mark in marks)
 
 

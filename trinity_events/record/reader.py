@@ -107,6 +107,7 @@ class RolloutRecord:
         steps = self.list_steps()
         if not steps:
             raise RecordMissing(self.run_id, "run", self.folder)
+        # From the newest: a folder may have one step of several epochs.
         for recorded in reversed(steps):
             if step is None or recorded.step == step:
                 return recorded
@@ -146,7 +147,7 @@ class RolloutRecord:
             for row in rows_of_file:
                 if "reward_parts" in row:
                     row["reward_parts"] = dict(row["reward_parts"] or ())
-                rows.append(lacking | row)
+                rows.append(lacking | row)  # None for each column that is not in the file
         return sorted(rows, key=lambda row: (row["ordinal"], row["sample"]))
 
     def find_fate(

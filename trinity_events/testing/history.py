@@ -43,6 +43,8 @@ class RecordedHistory:
     @staticmethod
     def pack(entries: Sequence[Entry]) -> str:
         """Encode events as text without quotes and backslashes."""
+        # Base 85 adds a quarter to the bytes, and base 64 a third. Its alphabet has no quote and no
+        # backslash, so that the text stands in a literal as it is.
         return base64.b85encode(zlib.compress(msgspec.msgpack.encode(list(entries)), 9)).decode()
 
     @cached_property
@@ -100,6 +102,7 @@ class RecordedHistory:
 
 
 _Entries = list[tuple[str, bytes]]
+# A test of each, so that a change of the fold is named by the tests that fail.
 _CLAIMS = {
     "closed": "the_run_is_closed_as_it_was",
     "ready": "the_same_steps_are_ready",
@@ -115,6 +118,7 @@ def as_test_file(run_id: str, entries: Sequence[Entry]) -> str:
     """Return a test file that folds a history and compares the result with that of now."""
     packed = RecordedHistory.pack(entries)
     history = RecordedHistory(run_id, packed)
+    # Hyphens are of the alphabet, and no places to break at.
     lines = "\n".join(textwrap.wrap(packed, _WIDTH, break_on_hyphens=False))
     last = entries[-1].id if entries else "none"
     head = (

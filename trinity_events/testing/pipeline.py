@@ -36,7 +36,9 @@ E = TypeVar("E", bound=Struct)
 
 DEADLINE = 10.0
 """Seconds after which a wait fails its test with what was missing."""
+# Nothing renews it here, as reducer/leader.py does in a process.
 _LEASE = 365 * 86400.0
+# No bytes are published, and the schema of a part wants a digest.
 _DIGEST = "sha256:" + "0" * 64
 
 
@@ -126,7 +128,9 @@ class Pipeline:
         self._scope.cancel()
         [outcome] = await asyncio.gather(self._reducer, return_exceptions=True)
         self._reducer = None
+        # Gives up the lead, so that another pipeline may enter the log.
         await self.log.renew(self._token, 0)
+        # The test's own error comes first: the reducer's may be its consequence.
         if exc is None and isinstance(outcome, Exception):
             raise outcome
 
@@ -217,6 +221,8 @@ class Pipeline:
                 )
             )
         else:
+            # It expects no save, so that the commit alone completes the kind
+            # (core/completeness.py).
             none = Registration(registration_id=f"none-{kind}-{step}", kind=kind, expected=0)
             registrations = (none,)
         await self._trainer.publish(
@@ -242,9 +248,12 @@ class Pipeline:
         if self._reducer is None:
             raise PipelineMisused("outside", self.run_id)
         if self._reducer.done():
+            # Raises the error that ended it, in the place of a wait until the deadline.
             self._reducer.result()
+        # Idle at the end of the log means folded and committed; reports are no entries yet.
         if self._idle_at != self.log.last_id_now() or self.log.has_reports_now():
             return False
+        # Compared with a fold of the pipeline's own: the state of the reducer may be in change.
         return self._files is None or self._files.done == plan_files(self._folded())
 
     def _folded(self) -> MonitorState:

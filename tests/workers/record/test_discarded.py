@@ -71,6 +71,7 @@ def open_parts(client, publisher, run_id, payloads, make_config):
 async def test_every_discarded_answer_is_recorded_before_its_payload_is_freed(
     open_parts, make_config, by_reference
 ):
+    """Invariants 1 and 2."""
     config = make_config(record={"rollouts": "all"})
     record = RolloutRecord(config.checkpoint_folder, config.run_id)
     with closing(DiscardedRollouts(config, NO_REPORTS)) as discarded:
@@ -104,6 +105,7 @@ async def test_every_discarded_answer_is_recorded_before_its_payload_is_freed(
 
 
 async def test_a_sample_records_the_first_groups_of_each_step(open_parts, make_config):
+    """Invariant 2."""
     config = make_config(record={"rollouts": "sample", "groups_per_step": 1})
     with closing(DiscardedRollouts(config, NO_REPORTS)) as discarded:
         run = await open_parts(discarded, filtered=(0, 1, 3))
@@ -118,6 +120,7 @@ async def test_a_sample_records_the_first_groups_of_each_step(open_parts, make_c
 
 
 async def test_a_payload_that_is_gone_is_counted(open_parts, make_config, payloads):
+    """Invariant 1."""
     config = make_config(record={"rollouts": "all"})
     with closing(DiscardedRollouts(config, NO_REPORTS)) as discarded:
         run = await open_parts(discarded, filtered=(0,))
@@ -144,6 +147,7 @@ async def test_a_payload_that_is_gone_is_counted(open_parts, make_config, payloa
 
 
 async def test_no_process_is_started_where_nothing_is_discarded(open_parts, make_config):
+    """Invariant 3."""
     config = make_config(record={"rollouts": "all"})
     with closing(DiscardedRollouts(config, NO_REPORTS)) as discarded:
         run = await open_parts(discarded)

@@ -60,6 +60,7 @@ def batch_with_advantages(groups):
 
 
 def test_every_sample_is_on_disk_to_the_bit_before_the_step_returns(record, run_id):
+    """Invariant 2."""
     recorder, reader = record(rollouts="all")
     groups = make_groups(run_id, 3)
     batch = batch_with_advantages(groups)
@@ -113,6 +114,7 @@ def test_the_newest_step_stays_whatever_its_bytes_are(record, run_id):
 
 
 def test_a_sample_never_waits_and_counts_what_it_drops(record, run_id):
+    """Invariant 1."""
     recorder, reader = record(rollouts="sample", queue_bytes=1)
     os.kill(recorder._process.pid, signal.SIGSTOP)
     groups = make_groups(run_id, 1, count=2)
@@ -125,6 +127,7 @@ def test_a_sample_never_waits_and_counts_what_it_drops(record, run_id):
 
 
 def test_a_writer_that_is_killed_ends_all_and_is_counted_in_a_sample(record, run_id):
+    """Invariant 4."""
     groups = make_groups(run_id, 1, count=2)
     recorder, _ = record(rollouts="all")
     recorder.add(1, groups, None)

@@ -173,6 +173,7 @@ async def test_between_full_versions_a_rollout_receives_what_changed_alone(make_
 async def test_a_step_that_is_sent_again_or_none_at_all_is_a_version_of_its_own(
     make_ends, reducer, log
 ):
+    """Invariant 2 of the sender."""
     ends = make_ends()
     given = []
     for number, step in enumerate((None, None, 7, 7, 3, None)):
@@ -190,6 +191,7 @@ async def test_a_step_that_is_sent_again_or_none_at_all_is_a_version_of_its_own(
 async def test_after_an_error_the_gathers_go_on_and_rollouts_hear_of_it_and_the_step_can_be_retried(
     make_ends, reducer, weights_url, run_id
 ):
+    """Invariants 1 and 3 of the sender."""
     ends = make_ends()
     ends.meet()
     gathered = []
@@ -215,6 +217,7 @@ async def test_after_an_error_the_gathers_go_on_and_rollouts_hear_of_it_and_the_
 
 
 async def test_rollouts_hear_of_each_failure_of_a_step_that_is_tried_again(make_ends, reducer):
+    """Invariant 2 of the receiver."""
     ends = make_ends(deadline=PATIENCE)
     for reason in ("first", "second"):
         ends.meet()
@@ -247,6 +250,7 @@ def broken_by(reason):
 
 
 async def test_gathers_that_break_are_told_to_rollouts(make_ends, reducer):
+    """Invariant 3 of the sender."""
     ends = make_ends()
     ends.meet()
 
@@ -266,6 +270,7 @@ async def test_gathers_that_break_are_told_to_rollouts(make_ends, reducer):
 async def test_a_version_of_another_step_is_never_given_in_place_of_the_one_asked_for(
     make_ends, reducer
 ):
+    """Invariant 1 of the receiver."""
     ends = make_ends()
     ends.meet()
     _, got = await asyncio.gather(
@@ -280,6 +285,7 @@ async def test_a_version_of_another_step_is_never_given_in_place_of_the_one_aske
 async def test_a_version_that_is_gone_is_an_error_and_not_reported_as_served(
     make_ends, reducer, weights_url, log, run_id
 ):
+    """Invariant 3 of the receiver."""
     ends = make_ends()
     ends.meet()
     await ends.sender.send(iter(AWKWARD.items()), 1)
@@ -336,6 +342,7 @@ async def test_both_ends_end_their_threads_although_the_log_takes_nothing_more(
 
 @pytest.mark.parametrize("transport", ["redis", "shm"])
 async def test_an_update_that_another_one_follows_waits_no_longer(make_ends, reducer, transport):
+    """Invariant 4 of the receiver."""
     if transport == "shm" and not available():
         pytest.skip("the host has no shared memory as files")
     ends = make_ends(transport=transport, deadline=60.0)
@@ -372,6 +379,7 @@ async def test_a_wait_ends_although_a_client_passes_over_its_cancellation(
 
 
 async def test_a_version_that_is_let_go_for_another_update_is_not_handed_on(make_ends, reducer):
+    """Invariant 4 of the receiver."""
     ends = make_ends()
     ends.meet()
     await ends.sender.send(iter(AWKWARD.items()), 1)
@@ -383,6 +391,7 @@ async def test_a_version_that_is_let_go_for_another_update_is_not_handed_on(make
 
 
 async def test_the_event_loop_goes_on_while_tensors_are_published(make_ends, reducer):
+    """Invariant 4 of the sender."""
     ends = make_ends()
     ends.meet()
     gate, turned = threading.Event(), []

@@ -76,6 +76,7 @@ class DiscardedRollouts:
         self._lost += samples - sum(len(group.experiences) for group in groups)
         self._groups += groups
         self._bytes += sum(group.size for group in groups)
+        # Half of the writer's queue: the next half is collected while this one is written.
         if self._bytes > QUEUE_BYTES // 2:
             await self._write()
 
@@ -112,6 +113,7 @@ class DiscardedRollouts:
         self._recorder.add_discarded(step, groups)
 
     def _read(self, unread: list[_Unread]) -> list[DiscardedGroup]:
+        # A group has one payload, which each of its samples names.
         addresses = [
             first.payload
             for group, _ in unread

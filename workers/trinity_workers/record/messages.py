@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 T = TypeVar("T")
+# Eight bytes, since the samples of a step may have more than 4 GiB.
 _LENGTH = struct.Struct("<Q")
 
 
@@ -81,6 +82,7 @@ def read_message(file: BinaryIO, kind: type[T]) -> T | None:
     if len(header) < _LENGTH.size:
         return None
     (length,) = _LENGTH.unpack(header)
+    # Trusted, as the pipe's other end is this process's own child or parent.
     payload = file.read(length)
     # Its sender was killed while it wrote.
     if len(payload) < length:

@@ -174,6 +174,7 @@ class RolloutRecorder:
     def _add(self, queued: _Queued) -> None:
         all_samples = self._settings.rollouts == "all"
         with self._changed:
+            # A step that is larger than the queue is taken if nothing waits before it.
             has_room = not self._queue or self._queued_bytes + queued.size <= self._queue_bytes
             if self._fault is None and (all_samples or has_room):
                 self._queue.append(queued)
@@ -315,6 +316,7 @@ def choose_groups(groups: Sequence[Sequence[Experience]], count: int) -> list[in
     means = [sum(sample.reward for sample in group) / len(group) for group in groups]
     by_reward = sorted(range(len(groups)), key=means.__getitem__)
     if count == 1:
+        # The median: one group cannot be both the best and the worst.
         return [by_reward[len(groups) // 2]]
     last = len(groups) - 1
     return sorted({by_reward[round(place * last / (count - 1))] for place in range(count)})
@@ -347,7 +349,9 @@ def _encode(
         values = getattr(batch, name)
         if values is None:
             return None
+        # As float32, since numpy has no bfloat16.
         selected = values[rows].detach().float().cpu().contiguous()  # (samples, width)
+        # A memoryview without elements cannot be cast.
         return bytes(memoryview(selected.numpy()).cast("B")) if selected.numel() else b""
 
     return StepRows(

@@ -58,6 +58,7 @@ class RecordWriter:
         self._folder = Path(settings.folder)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         mark = EpochMark(settings.epoch, settings.resumed_step)
+        # Not exclusively: every rank makes the mark of the epoch.
         os.close(os.open(self._folder / mark.name, os.O_CREAT | os.O_RDONLY, 0o600))
         for name in list_names(self._folder):
             # Of a writer of this rank that was killed.
@@ -82,6 +83,7 @@ class RecordWriter:
         table = self._build_table(samples, rows)
         file = self._next_file(rows.step)
         path = self._folder / file.name
+        # A name that no reader parses (record/files.py, invariant 1).
         temporary = path.with_name(f".{path.name}.tmp")
         # Answers are private: created for the run's user alone, whatever the umask is.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -104,8 +106,8 @@ class RecordWriter:
 
     def _build_table(self, samples: Sequence[_Sample], rows: StepRows) -> Any:
         shape = len(samples), rows.width
-        advantages = _as_array(rows.advantages, shape)
-        logprobs = _as_array(rows.logprobs, shape)
+        advantages = _as_array(rows.advantages, shape)  # (samples, width)
+        logprobs = _as_array(rows.logprobs, shape)  # (samples, width)
         turns = [turn for sample, _ in samples for turn in sample.turns]
         texts = iter(self._decode([turn.tokens[:] for turn in turns]))
         columns: dict[str, list[Any]] = {}
@@ -148,6 +150,7 @@ class RecordWriter:
             for turn, changed in zip(sample.turns, is_changed, strict=True)
         ]
         turns = list(zip(sample.turns, redacted, strict=True))
+        # (completion tokens), as the arrays of the trainer: what follows the prompt.
         mask = np.concatenate([_filled(turn, turn.role == "policy") for turn, _ in turns[1:]])
         sampled = np.concatenate(
             [
@@ -158,6 +161,7 @@ class RecordWriter:
             ]
         )
         count = len(mask)
+        # (completion tokens): rows are padded on the right.
         own = None if advantages is None else advantages[:count]
         trained = [] if own is None else own[mask]
         versions = [
@@ -201,6 +205,7 @@ class RecordWriter:
             "reward_error": self._redact_text(sample.reward_error),
             "judge_reply": self._redact_text(sample.judge_reply),
             "advantage": float(trained[0]) if len(trained) else None,
+            # A step trains on the version of the step before, at best (config/sync_schedule.py).
             "staleness": max(step - 1 - sample.oldest_version.step, 0),
             "proof": sample.proof,
             "is_truncated": not sample.finished,
@@ -241,6 +246,8 @@ class RecordWriter:
     def _build_token_texts(self, lists: list[np.ndarray[Any, Any]]) -> Any:
         """Return the text of each token; a text of its own may lack what joins it to the next."""
         pa = self._pyarrow
+        # A column of all lists end to end, (completion tokens of all samples), with where each
+        # begins; a text is stored once for each distinct token.
         offsets = np.cumsum([0, *map(len, lists)]).astype(np.int32)
         distinct, places = np.unique(np.concatenate(lists), return_inverse=True)
         texts = self._decode([[token] if token >= 0 else [] for token in distinct.tolist()])
@@ -381,6 +388,7 @@ def main() -> None:
     outward = os.fdopen(os.dup(1), "wb")
     # What a user's redaction prints must not be read as an answer.
     os.dup2(2, 1)
+    # The ranks compute on the same cores.
     os.nice(10)
     with suppress(BrokenPipeError):  # the rank is gone
         serve(sys.stdin.buffer, outward)

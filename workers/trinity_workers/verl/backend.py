@@ -64,6 +64,7 @@ class TrinityCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._sender.meet(meeting)
         if rank is None:
             return
+        # Kept from update to update: it has connections, and the base of later deltas.
         receiver, self._receiver = self._receiver, None
         if receiver is not None and (receiver.run_id, receiver.rank) != (
             meeting.opened.run_id,
@@ -84,6 +85,7 @@ class TrinityCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         async with self._sending:
             if self._sender is not None:
                 return await self._sender.send(weights, global_steps)
+            # A gather needs every rank, also those that publish nothing.
             await drain(weights, None)
             return None
 

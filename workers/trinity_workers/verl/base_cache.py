@@ -45,6 +45,7 @@ class BaseCache:
                 bases[announced.manifest_digest] = FullPart(manifest, entries, buffer)
             elif base is not None:
                 bases[manifest.base.manifest_digest] = base
+        # A delta of a cached base adds none, and leaves its own memory to the update.
         if bases.keys() - self._parts.keys():
             self.forget()
             self._parts, self._resources = bases, resources.pop_all()

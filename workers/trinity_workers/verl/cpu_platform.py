@@ -43,6 +43,7 @@ def _answering(name: str) -> Any:
 
 
 if PlatformBase is not None:
+    # Every abstract member: what a later release adds is None here, and no missing method.
     _members = PlatformBase.__abstractmethods__ | _ANSWERS.keys()
     PlatformRegistry.register("cpu")(
         type("CpuPlatform", (PlatformBase,), {name: _answering(name) for name in _members})

@@ -1,4 +1,12 @@
-"""Rollout's receiver, which waits for a version, pulls it, and passes on its tensors."""
+"""Rollout's receiver, which waits for a version, pulls it, and passes on its tensors.
+
+1. What is received for a step is the verified version of that step, or an error.
+2. Only announcements that follow from entries after the last :meth:`WeightReceiver.meet` count: an
+   earlier one is of an attempt that veRL has given up (decision 20).
+3. A version is held until :meth:`WeightReceiver.finish`, as a rollout may read its tensors until
+   then. It is reported as served only if every tensor was passed on.
+4. Another update ends the one before: its wait ends, and it passes on no further tensor.
+"""
 
 from __future__ import annotations
 
@@ -78,6 +86,7 @@ class WeightReceiver:
         """
         self._supersede()
         self._meeting = meeting
+        # In the thread, and so after a pull that still runs there.
         self._thread.wait(self._release)
         if meeting.transport == CollectiveStore.name:
             self._thread.wait(self._synchronizer.join_weight_sync_group)
@@ -104,6 +113,7 @@ class WeightReceiver:
         while (named := await self._next(tensors, version)) is not None:
             self._check(meeting, step)
             yield named
+            # The rollout loads the tensor meanwhile, and another update may begin.
             self._check(meeting, step)
         in_use.whole = True
 
@@ -124,6 +134,7 @@ class WeightReceiver:
         self._stop.set()
         if self._waiting is not None:
             loop, scope = self._waiting
+            # The update may wait in a loop of another thread.
             loop.call_soon_threadsafe(scope.cancel)
             self._waiting = None
         self._meeting = None
@@ -167,6 +178,7 @@ class WeightReceiver:
         self, tensors: Iterator[tuple[str, torch.Tensor]], version: PulledVersion
     ) -> tuple[str, torch.Tensor] | None:
         """Return the next tensor, on the device; the thread does all but making views."""
+        # Views of verified bytes; a tensor of a delta is computed as it is read.
         if self._device is None and all(manifest.base is None for manifest, _ in version.parts):
             return next(tensors, None)
         return await self._thread.begin(self._move, tensors)
@@ -178,6 +190,7 @@ class WeightReceiver:
         have = self._bases.digests
         pulled = self._resources.enter_context(self._synchronizer.pull(ready, have=have))
         version = self._bases.complete(pulled)
+        # Without deltas the cache would hold the memory of a version for nothing.
         if self._settings.full_every > 1:
             self._bases.add(ready, pulled, self._resources)
         return version

@@ -1,4 +1,12 @@
-"""Sender at the trainer's rank 0, which publishes veRL's gathered weights as versions."""
+"""Sender at the trainer's rank 0, which publishes veRL's gathered weights as versions.
+
+1. The gathers run to their end, whatever fails here: the other ranks take part in them.
+2. A version never changes. A step that is sent again is a version of another epoch.
+3. Before :meth:`WeightSender.send` ends, the version is published, or its failure is in the log, if
+   the server can be reached. So rollouts learn of it from the log, and not by their deadline.
+4. While weights are sent, the event loop's thread, which is the one that trains, waits for no
+   server.
+"""
 
 from __future__ import annotations
 
@@ -127,6 +135,7 @@ class WeightSender:
                 epoch=self._epoch,
                 transport=self._settings.transport,
                 previous_transport=self._previous_transport,
+                # Read at each call: what follows from earlier entries is of an earlier attempt.
                 newest_entry=await log.last_id(Stream.EVENTS),
                 announced=await log.last_id(Stream.ANNOUNCEMENTS),
             )

@@ -51,7 +51,7 @@ async def _each(weights: Weights) -> AsyncIterator[tuple[str, torch.Tensor]]:
         return
     for named in weights:
         yield named
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # gathers block the loop, which runs here alone
 
 
 async def _outcome(under_way: Awaitable[None]) -> Exception | None:

@@ -58,6 +58,7 @@ def this_location(opened: OpenedRun | None = None) -> ProcessLocation:
 
 def _host(shared: Path | None) -> str:
     """Return an identity of the host's current boot, and of the shared memory visible here."""
+    # Containers of one host have the same boot id, and each a /dev/shm of its own by default.
     boot = Path("/proc/sys/kernel/random/boot_id")
     booted = boot.read_text().strip() if boot.exists() else "?"
     return f"{booted}/{shared.stat().st_dev if shared else '-'}"
@@ -93,4 +94,5 @@ def transport_between(
         return requested
     if previous == "ray" or not together:
         return "ray"
+    # After the first version it is the versions themselves that fill the memory.
     return "shm" if previous == "shm" or all(place.room for place in places) else "ray"

@@ -63,6 +63,7 @@ async def _receive_version(
         StepReady,
         StepFailed,
         StepSuperseded,
+        # Not from now on: the version may have been announced before the rollout asks.
         start=opened.announced,
         redis_url=redis_url,
     )
@@ -103,6 +104,7 @@ async def _format_missing(redis_url: str, opened: OpenedRun, step: int | None) -
         return look
     try:
         with anyio.fail_after(_ASKING):
+            # Once: the deadline is over, and the error is to say what was missing.
             async with connect(redis_url, retry=False) as client:
                 state = await current_state(RedisEventLog(client, opened.run_id))
     except (TrinityError, redis.RedisError, OSError, TimeoutError) as error:
