@@ -898,6 +898,7 @@ def test_check_tells_every_mistake_and_starts_nothing(cli, tmp_path):
 def test_another_name_sets_the_setting_and_warns_with_the_name_here(
     tmp_path, caplog, monkeypatch, name, current
 ):
+    """Invariant 1 of config/other_names.py."""
     monkeypatch.chdir(tmp_path)  # from which the command line's paths start
     value = _other_value(fields()[current])
     content = {}
@@ -929,6 +930,7 @@ def _other_value(field):
 
 
 def test_a_former_name_beside_the_new_one_is_refused_with_both(tmp_path):
+    """Invariant 3 of config/other_names.py."""
     both = ["trainer.ramp_steps", "trainer.warmup_steps"]
     [in_file] = read_config(written(tmp_path, "trainer: {ramp_steps: 3, warmup_steps: 3}")).problems
     settings = [typed_setting(f"{name}=3") for name in both]
@@ -1006,6 +1008,7 @@ def test_every_name_of_another_project_is_of_a_setting_that_there_is():
     ],
 )
 def test_a_name_of_another_meaning_is_refused_with_what_to_do(tmp_path, text, name, hint):
+    """Invariant 1 of config/other_names.py."""
     [problem] = read_config(written(tmp_path, text)).problems
     assert_attributes(problem, name=name, nearest=None, hint=re.compile(re.escape(hint)))
     assert "\n" not in str(problem)

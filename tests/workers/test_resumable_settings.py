@@ -31,6 +31,7 @@ def compare(before, after):
 
 
 def test_every_setting_is_applied_refused_or_one_of_the_questions():
+    """Invariant 1."""
     tables = [*APPLIED, *REFUSED, *QUESTIONS]
     assert sorted(set(fields()) - set(tables)) == [], "enter these in resumable_settings.py"
     assert sorted(set(tables) - set(fields())) == [], "these are no settings"
@@ -43,6 +44,7 @@ def test_the_same_settings_are_no_change():
 
 
 def test_settings_that_may_change_are_listed_with_both_values():
+    """Invariant 2."""
     changes = compare(
         {"trainer.learning_rate": 1e-3, "steps": 2},
         {"trainer.learning_rate": 1e-5, "steps": 4, "rollouts.samples_per_prompt": 8},
@@ -64,6 +66,7 @@ def test_sets_of_questions_that_come_and_go_are_listed():
 
 @pytest.mark.parametrize("path", sorted(REFUSED))
 def test_a_setting_that_may_not_change_is_refused_with_both_values(path):
+    """Invariant 4."""
     before = TrainConfig().to_text()
     values = msgspec.json.decode(before)
     *parents, last = path.split(".")
@@ -88,6 +91,7 @@ def test_all_refused_changes_are_named_at_once():
 
 
 def test_a_setting_in_no_table_is_refused():
+    """Invariant 5."""
     assert _find_reason("trainer.learning_rate", "fsdp") is None
     assert _find_reason("trainer.of_a_later_version", "fsdp") == "no rule says that it may change"
 
@@ -153,6 +157,7 @@ def test_a_proof_is_read_by_its_former_name_which_was_true_or_false(digests, pro
 
 
 def test_questions_may_move_and_may_not_change():
+    """Invariant 3."""
     moved = compare({"task.questions": "/a/q.jsonl"}, {"task.questions": "/b/q.jsonl"})
     check_questions(RUN, "sha256:a", "sha256:a", moved)
     with pytest.raises(SettingsNotResumable) as refusal:
@@ -166,6 +171,7 @@ def test_questions_may_move_and_may_not_change():
 
 
 def test_sets_of_questions_may_move_and_may_not_change():
+    """Invariant 3."""
     sets = {"a": {"questions": "/a/q.jsonl", "weight": 2.0}, "b": {"questions": "/b.jsonl"}}
     weighed = sets | {"a": {"questions": "/moved/q.jsonl", "weight": 3.0}}
     changes = compare({"task.sets": sets}, {"task.sets": weighed})
@@ -180,6 +186,7 @@ def test_sets_of_questions_may_move_and_may_not_change():
 
 
 def test_changed_rewards_discard_earlier_answers():
+    """Invariant 6."""
     assert changes_rewards(compare({}, {"rewards.function": "./rewards.py:score"}))
     assert not changes_rewards(compare({}, {"trainer.learning_rate": 1.0}))
 

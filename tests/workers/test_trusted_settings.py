@@ -64,6 +64,7 @@ def own(tmp_path):
 
 
 def test_every_setting_is_either_data_or_names_code_a_path_a_url_or_a_variable():
+    """Invariant 1."""
     tables = [*DATA, *REFERENCES]
     assert sorted(set(fields()) - set(tables)) == [], "enter these in trusted_settings.py"
     assert sorted(set(tables) - set(fields())) == [], "these are no settings"
@@ -75,6 +76,7 @@ def test_every_path_that_is_resolved_when_a_file_is_read_is_a_reference():
 
 
 def test_a_setting_that_is_in_no_table_is_not_taken_from_the_log(host):
+    """Invariant 6."""
     logged = with_settings({"task.prompt": "theirs", "task.answer": "theirs"})
     merged = merge(RUN, logged, None, host, data=DATA - {"task.prompt"})
     assert (merged.task.prompt, merged.task.answer) == ("prompt", "theirs")
@@ -85,6 +87,7 @@ def test_a_setting_that_is_in_no_table_is_not_taken_from_the_log(host):
 
 @pytest.mark.parametrize("name", hostile_configs(Path("/nowhere/proof"), URL))
 def test_what_names_code_or_a_place_in_the_log_is_refused_without_a_file(name, host, tmp_path):
+    """Invariant 4."""
     proof = tmp_path / "proof"
     write_hostile_code(proof)
     hostile = hostile_configs(proof, URL)[name]
@@ -102,6 +105,7 @@ def test_what_names_code_or_a_place_in_the_log_is_refused_without_a_file(name, h
 
 
 def test_installed_names_and_data_are_taken_from_the_log_without_a_file(host):
+    """Invariants 2 and 4."""
     chosen = {
         "task.name": "installed",
         "explorer.engine": "installed",
@@ -118,6 +122,7 @@ def test_installed_names_and_data_are_taken_from_the_log_without_a_file(host):
 
 
 def test_a_model_below_the_checkpoint_root_is_taken_and_no_other(host, tmp_path):
+    """Invariant 4."""
     root = host.checkpoint_root
     (root / "run" / "model").mkdir(parents=True)
     inside = with_settings({"model.path": str(root / "run" / "model")})
@@ -134,6 +139,7 @@ def test_a_model_below_the_checkpoint_root_is_taken_and_no_other(host, tmp_path)
 
 
 def test_what_the_trainer_alone_uses_never_comes_from_the_log(host, own, tmp_path):
+    """Invariant 5."""
     logged = trainer_config(tmp_path / "proof", URL)
     assert merge(RUN, logged, None, host) == TrainConfig()
     given = own("tracking: {trackers: [jsonl]}")
@@ -179,6 +185,7 @@ def test_a_run_of_a_file_is_explored_with_the_same_file_also_in_another_folder(
 
 
 def test_the_file_decides_what_names_something_and_the_log_all_else(host, own):
+    """Invariants 2 and 3."""
     logged = own(OWN_TASK, "steps=9", "evaluation.sets={hard: {questions: ./data/hard.jsonl}}")
     logged = logged.config.replaced("rollouts", temperature=0.3)
     given = own(OWN_TASK, folder="ours")
@@ -198,6 +205,7 @@ def test_the_file_decides_what_names_something_and_the_log_all_else(host, own):
 
 @pytest.mark.parametrize("name", hostile_configs(Path("/nowhere/proof"), URL))
 def test_what_the_log_names_and_the_file_does_not_is_refused(name, host, own, tmp_path):
+    """Invariant 3."""
     hostile = hostile_configs(tmp_path / "proof", URL)[name]
     given = own("steps: 9")
     with pytest.raises(SettingsDiffer) as refused:
@@ -227,6 +235,7 @@ def test_what_the_log_names_and_the_file_does_not_is_refused(name, host, own, tm
 def test_a_difference_in_what_is_named_is_refused_by_its_setting(
     changed, refused, host, own, monkeypatch
 ):
+    """Invariant 3."""
     given = own(OWN_TASK)
     monkeypatch.chdir(given.file.parent)  # from which --set takes relative paths
     with pytest.raises(SettingsDiffer) as differs:

@@ -37,7 +37,9 @@ def read_answer_limits(config: RunConfig, *, reward_part: str | None = None) -> 
 
 def _find_question_sets(config: RunConfig) -> frozenset[str] | None:
     """Return the names of the run's sets of questions; None for those of a user's own task."""
+    # A user's task names its sets by itself.
     is_known = config.task.has_questions or is_built_in(config.task.name)
+    # Questions without a set, such as those of one source, have the empty name.
     return frozenset(("", *config.task.sets)) if is_known else None
 
 
@@ -55,6 +57,7 @@ def _read_model_config(path: Path) -> dict[str, Any]:
 
 def _find_size(model: dict[str, Any], name: str) -> int | None:
     size = model.get(name)
+    # Another value is not judged here: the ranks refuse the model.
     return size if isinstance(size, int) and size > 0 else None
 
 
@@ -66,4 +69,5 @@ def _find_rope_factor(model: dict[str, Any]) -> float:
     # Of models whose kinds of layers differ, the parameters are by kind.
     by_kind = [kind for kind in scaling.values() if isinstance(kind, dict)]
     factors = [parameters.get("factor") for parameters in (scaling, *by_kind)]
+    # The largest: a limit that is too low would refuse answers which the model can give.
     return max([1.0, *(float(factor) for factor in factors if isinstance(factor, int | float))])

@@ -36,6 +36,7 @@ OPTIONS = {
     "--pipeline-parallel": "trainer.pipeline_parallel",
 }
 """Options of ``demo`` and ``trainer``, and the fields that they set."""
+# Messages name what the user typed, and not the field.
 _NAMES = {path: option for option, path in OPTIONS.items()}
 
 
@@ -47,6 +48,7 @@ def overlay_parameters() -> list[Parameter]:
 def overlaid(given: dict[str, Any]) -> tuple[Reading, dict[str, Any]]:
     """Lay options over the shipped file; returns the configuration and all other options."""
     rest = dict(given)
+    # An option that is left out is None, and the file decides.
     settings = [
         SettingOverride(path, value, option)
         for option, path in OPTIONS.items()
@@ -65,12 +67,14 @@ def _identifier(option: str) -> str:
 
 
 def _parameter(option: str, field: Field) -> Parameter:
+    # The shipped file's values, which differ from those of the types: it is what runs.
     default: Any = _shipped()
     for name in field.path.split("."):
         default = getattr(default, name)
     kind = field.kind
     bounds: dict[str, Any] = {}
     if isinstance(kind, types.IntType | types.FloatType):
+        # typer's bounds are closed; open ones are found as the configuration is read.
         bounds = {"min": kind.ge, "max": kind.le}
     shown = typer.Option(option, help=field.meaning, show_default=default is not None, **bounds)
     return Parameter(

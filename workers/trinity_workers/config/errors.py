@@ -16,6 +16,7 @@ def format_origin(origin: str) -> str:
 class BadSettings(TrinityError):
     """A run's settings, from the user or from the log, are invalid."""
 
+    # The same settings fail again: no supervisor need restart the command for them.
     is_lasting = True
 
 
@@ -36,6 +37,7 @@ class SeveralMistakes(BadSettings):
 
     @property
     def _listed(self) -> str:
+        # The command line writes `error:` before the first one alone.
         return "\nerror: ".join(map(str, self.mistakes))
 
     @property

@@ -55,8 +55,10 @@ class Field(NamedTuple):
         """Return the value as the field holds it. Raises ValueError if it is not allowed."""
         if value is None and self.optional:
             return None
+        # msgspec takes infinity as above any open bound.
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{value} is not finite")
+        # YAML and TOML have a whole number for 1, and to Python a bool is one too.
         whole = isinstance(value, int) and not isinstance(value, bool)
         if isinstance(self.kind, types.FloatType) and whole:
             value = float(value)
@@ -121,6 +123,7 @@ def _named_sections(kind: types.Type) -> type[Struct] | None:
 
 def _read(struct: type[Struct], prefix: str) -> list[Field]:
     meanings = _meanings(struct.__module__)[struct.__name__]
+    # Of an instance, since defaults of msgspec may be factories.
     defaults = struct()
     return [
         Field(prefix + field.name, field.type, getattr(defaults, field.name), meanings[field.name])
@@ -138,6 +141,7 @@ def _fields_of(struct: type[Struct]) -> tuple[types.Field, ...]:
 def _choices(annotation: Any) -> tuple[str, ...]:
     choices: list[str] = []
     for argument in get_args(annotation):
+        # A literal may be made of others, such as TransportName.
         if get_args(argument):
             choices += _choices(argument)
         elif isinstance(argument, str):
@@ -148,16 +152,19 @@ def _choices(annotation: Any) -> tuple[str, ...]:
 def _annotation(path: str) -> Any:
     section, _, name = path.rpartition(".")
     struct = sections()[section] if section else TrainConfig
+    # With the bounds, which are extras of the types; annotations are texts in these modules.
     return get_type_hints(struct, include_extras=True)[name]
 
 
 @cache
 def _meanings(module: str) -> dict[str, dict[str, str]]:
     """Docstrings of the attributes of each class, which follow them in the module's source."""
+    # Python keeps no docstrings of attributes.
     tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text())
     meanings: dict[str, dict[str, str]] = {}
     for struct in (node for node in tree.body if isinstance(node, ast.ClassDef)):
         meanings[struct.name] = {
+            # One line, for helps, tables and editors.
             field.target.id: " ".join(str(docstring.value.value).split())
             for field, docstring in zip(struct.body, struct.body[1:], strict=False)
             if isinstance(field, ast.AnnAssign)

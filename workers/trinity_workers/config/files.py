@@ -51,11 +51,15 @@ logger = logging.getLogger(__name__)
 
 COPY = "config.yaml"
 """Name of the effective configuration in a run's folder."""
+# PyYAML follows YAML 1.1, in which 5e-4 is a text: a float needs a dot, and its exponent a sign
+# (yaml/resolver.py).
 _FLOAT = re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$")
+# Always paths, also without a slash.
 _PATHS = (
     *("model.path", "algorithm.teacher.path", "rewards.reward_model"),
     *("checkpoints.root", "tracking.folder"),
 )
+# Paths only if they look like one: others name modules, entry points or data sets.
 _SOURCES = (
     *("task.name", "task.questions", "task.sets.NAME.questions"),
     *("rewards.function", "task.environment"),
@@ -164,6 +168,7 @@ class _Reader:
     def _read_section(self, prefix: str, content: Mapping[Any, Any]) -> None:
         for name, value in content.items():
             path = f"{prefix}{name}"
+            # Before the fields: the names below are the user's.
             if path in collections() and isinstance(value, Mapping):
                 self._read_named_sections(path, value, str(self._file), self._file.parent)
             elif general_path(path) not in (*sections(), *collections()):
@@ -180,6 +185,7 @@ class _Reader:
         self._values = {
             key: value for key, value in self._values.items() if not key.startswith(f"{path}.")
         }
+        # Also where the file has none: an empty mapping takes away those of the base.
         self._values[path] = {}
         for name, section in content.items():
             if not SECTION_NAME.fullmatch(str(name)):
@@ -218,6 +224,7 @@ class _Reader:
         field = fields().get(general_path(path))
         if field is None:
             if isinstance(value, Mapping) and is_section(name):
+                # Each field of another project's section has its own sentence.
                 for field_name, inner in value.items():
                     self._take(f"{name}.{field_name}", inner, origin, base)
             else:
@@ -225,6 +232,7 @@ class _Reader:
             return
         if alias := format_alias(name):
             logger.warning("%s: %s", origin, alias)
+        # Of one file or command line: each may use another name than the one below it.
         earlier = self._names.setdefault(path, name)
         if earlier != name:
             self._problems.append(SettingNamedTwice(path, (earlier, name), origin))
@@ -241,6 +249,7 @@ class _Reader:
         """Return the configuration, after the checks that concern several fields."""
         config = msgspec.convert(self._over_preset(_nested(self._values), origin), TrainConfig)
         for conflict in find_contradictions(config, named):
+            # A wrong value has left the default, which the rule would judge in its place.
             if not self._wrong.intersection(conflict.paths):
                 self._problems.append(SettingsContradict(*conflict, origin))
         return Reading(config, self._problems)
@@ -315,6 +324,7 @@ def _yaml(text: str, origin: str) -> Any:
         """Loader that refuses a name that is given twice, and reads 5e-4 as a number."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            # PyYAML takes the last one silently.
             names = [key.value for key, _ in node.value]
             for name in names:
                 if names.count(name) > 1:
@@ -336,9 +346,10 @@ def _yaml(text: str, origin: str) -> Any:
 
 def _scalar(text: str) -> Any:
     try:
+        # Typed as in a file, so that --set and a line of YAML mean the same.
         return _yaml(text, f"--set: {text!r}")
     except ConfigUnreadable:
-        return text
+        return text  # such as an open bracket, which is no YAML and may be the value
 
 
 def _fits(path: str, value: Any) -> bool:
@@ -351,6 +362,7 @@ def _fits(path: str, value: Any) -> bool:
 
 def _resolved(path: str, value: Any, base: Path) -> Any:
     """Return the value with its path, if it holds one, made absolute."""
+    # The one option that names a source, wherever the task looks for it.
     if path == "task.options" and isinstance(value.get("evaluation"), str):
         return value | {"evaluation": absolute(value["evaluation"], base)}
     if not isinstance(value, str):
@@ -376,6 +388,7 @@ def _find_nearest(path: str) -> str | None:
     close = difflib.get_close_matches(path, paths, 1, cutoff=_SIMILAR)
     if not close:  # the section may be left out, or be the wrong one
         last = path.rpartition(".")[2]
+        # Reversed: of fields with one last name the first stays.
         names = {candidate.rpartition(".")[2]: candidate for candidate in reversed(paths)}
         close = [
             names[match] for match in difflib.get_close_matches(last, names, 1, cutoff=_SIMILAR)

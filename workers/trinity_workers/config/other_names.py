@@ -51,6 +51,7 @@ def _trinity(name: str, note: str = "") -> OtherName:
     return OtherName("Trinity-RFT", name, note)
 
 
+# Each was compared by meaning, unit, values and effect (decisions 39 and 46).
 OTHER_NAMES: dict[str, tuple[OtherName, ...]] = {
     "name": (_trl("run_name"), _verl("trainer.experiment_name"), _trinity("name")),
     "steps": (
@@ -459,6 +460,7 @@ def format_hint(name: str) -> str | None:
             + (f" ({other.note})" if other.note else "")
             for path, other in matches
         )
+    # After the settings: a name that some setting has is answered with that.
     if name in WITHOUT_EQUIVALENT:
         return WITHOUT_EQUIVALENT[name]
     if project := SECTIONS.get(name.partition(".")[0]):
@@ -501,6 +503,7 @@ def to_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     current = dict(values)
     for former, path in FORMER_NAMES.items():
+        # Copied section by section: the caller's values are those of a log entry, and stay.
         *former_keys, former_name = former.split(".")
         *keys, name = path.split(".")
         section = _copy_section(current, former_keys)
@@ -518,6 +521,7 @@ def to_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_current_value(path: str, value: Any) -> Any:
     """Return the value of a setting for one that has another name."""
+    # A list or a mapping is no key, and has no other name.
     return VALUES.get(path, {}).get(value, value) if isinstance(value, str | bool) else value
 
 

@@ -62,6 +62,7 @@ QUESTIONS = expand_paths(
 )
 """Settings of the questions, which may be named otherwise while they are the same."""
 
+# Without those of the reward model: the ranks score the answers of each step as they train.
 REWARDS = frozenset(
     (
         *("task.name", "rewards.function", "rewards.deadline", "task.options"),
@@ -179,6 +180,7 @@ def _is_same(path: str, before: object, after: object) -> bool:
     """Return True if two values are equal, or name one folder through links."""
     if before == after:
         return True
+    # A folder that moved is the same where a link is left at its earlier place (decision 37).
     is_folder = path in _FOLDERS and isinstance(before, str) and isinstance(after, str)
     return is_folder and os.path.realpath(str(before)) == os.path.realpath(str(after))
 
@@ -206,6 +208,7 @@ def compare_settings(run_id: str, logged: str, config: TrainConfig) -> tuple[Set
     after = {setting.keys: setting for setting in get_settings(to_values(config))}
     changes: list[SettingChange] = []
     refused: list[tuple[SettingChange, str]] = []
+    # Of both: a set of questions may have come or gone.
     for keys, setting in (before | after).items():
         old, new = before.get(keys), after.get(keys)
         if old is not None and new is not None and _is_same(setting.path, old.value, new.value):
@@ -239,6 +242,7 @@ def check_questions(
     if before == after:
         return
     reason = "the ledger counts prompts in the earlier questions, whose content differs"
+    # If no setting changed, the file did in its place.
     changed = [change for change in changes if general_path(change.name) in QUESTIONS]
     changed = changed or [SettingChange(name="task.questions", before=before, after=after)]
     raise SettingsNotResumable(run_id, tuple(changed), (reason,) * len(changed))

@@ -27,6 +27,7 @@ def format_meaning(field: Field) -> str:
 def add_meanings(schema: dict[str, Any]) -> dict[str, Any]:
     """Add the meaning of each field to the schema of a configuration, and return it."""
     structs: dict[str, type[Struct]] = {"": TrainConfig, **sections()}
+    # msgspec's schema has one definition for each type, wherever it is used.
     uses = Counter(structs.values())
     for section, struct in structs.items():
         properties = schema["$defs"][struct.__name__]["properties"]
@@ -34,6 +35,7 @@ def add_meanings(schema: dict[str, Any]) -> dict[str, Any]:
             if field := fields().get(f"{section}.{name}".removeprefix(".")):
                 # Where sections share a type, each has conditions of its own.
                 inner["description"] = format_meaning(field) if uses[struct] == 1 else field.meaning
+    # No field: a file's base is resolved before the configuration is built.
     schema["$defs"][TrainConfig.__name__]["properties"][BASE] = {
         "type": "string",
         "description": "Path of a configuration that this file is laid over.",

@@ -32,11 +32,13 @@ def get_settings(values: Mapping[str, Any]) -> Iterator[Setting]:
     """Yield every setting of a configuration, in order; an absent one has its default."""
     defaults = to_values(TrainConfig())
     for path, field in fields().items():
+        # NAME stands for each section that the configuration names there.
         before, named, name_below = path.partition(f".{NAME}.")
         keys = tuple(before.split("."))
         if not named:
             yield Setting(path, keys, _find(values, keys, descend(defaults, keys)))
             continue
+        # As the log has it: a tuple is a list there, and would differ from itself.
         default = msgspec.json.decode(msgspec.json.encode(field.default))
         for name in _find(values, keys, descend(defaults, keys)):
             below = (*keys, name, *name_below.split("."))
@@ -46,6 +48,7 @@ def get_settings(values: Mapping[str, Any]) -> Iterator[Setting]:
 def _find(values: Any, keys: Iterable[str], default: Any) -> Any:
     """Return the value below nested keys; the default if one of them is absent."""
     for key in keys:
+        # The log's writer may be of another version.
         if not isinstance(values, Mapping) or key not in values:
             return default
         values = values[key]

@@ -38,6 +38,7 @@ def staleness_bound(sync: SyncConfig) -> int:
     """
     if sync.max_staleness is not None:
         return sync.max_staleness
+    # One version behind the newest: `interval` steps more than the `interval - 1` of that.
     return least_bound(sync) if names_exact_version(sync) else 2 * sync.interval - 1
 
 
@@ -45,6 +46,8 @@ def last_step_served(sync: SyncConfig, step: int) -> int:
     """Return the last training step that rollouts of the version of ``step`` are asked for."""
     if names_exact_version(sync):  # A resumed run may publish between two steps of the schedule.
         return (step // sync.interval + 1) * sync.interval + sync.offset
+    # A token of this version is trained on as the update of step + 1 at the earliest, with
+    # staleness 0.
     return step + staleness_bound(sync) + 1
 
 

@@ -86,6 +86,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     @property
     def published_dtype(self) -> DtypeName:
         """Return the data type in which weights are published."""
+        # The narrower of both: wider bytes would travel to be rounded on arrival.
         narrow = "bfloat16" in (self.model.dtype, self.served_dtype)
         return self.sync.dtype or ("bfloat16" if narrow else "float32")
 
@@ -104,6 +105,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     @property
     def prompts_in_flight(self) -> int:
         """Prompts that are asked for at a time, of all steps that one version may serve."""
+        # Of version 0, since every version on the schedule serves as many steps.
         return self.rollouts.prompts_per_step * last_step_served(self.sync, 0)
 
     @property
@@ -146,11 +148,14 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     @property
     def explorers_pull(self) -> bool:
         """Return True if explorers pull the weights, and not processes of vLLM."""
+        # vLLM's workers have Synchronizers of their own; an explorer that fetched too would do it
+        # for nothing.
         return self.explorer.engine not in {"vllm", "vllm-server"}
 
     @property
     def groups_per_claim(self) -> int:
         """Requests that an explorer, or the trainer's ranks, claim at a time."""
+        # Rounded up: else the last prompts of a step would wait for a second claim.
         share = -(-self.rollouts.prompts_per_step // max(self.explorers, 1))
         return self.explorer.groups_per_claim or share
 
@@ -178,6 +183,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
             name
             for name in SAMPLING_SETTINGS
             for settings in sampled
+            # Sets of held-out questions lack some of them, such as stop strings.
             if getattr(settings, name, None) not in (None, getattr(default, name))
         )
 
@@ -195,6 +201,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         """
         sync, prompts = self.sync, self.rollouts.prompts_per_step
         if sync.when_stale == "drop" and not names_exact_version(sync):
+            # Nothing is too far ahead: what is too old is dropped, and the window bounds it.
             return min(self.window, (self.steps - begun) * prompts)
         last = self.last_step_served(version)
         if (
@@ -246,6 +253,8 @@ class TrainConfig(Section, frozen=True, kw_only=True):
 
     def to_text(self) -> str:
         """Return the settings as JSON, for the event that opens the run."""
+        # Without the fields of a RunConfig: its URLs may hold passwords, and its paths are of one
+        # host.
         values = {name: getattr(self, name) for name in TrainConfig.__struct_fields__}
         return msgspec.json.encode(values).decode()
 
@@ -261,6 +270,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
             if isinstance(values, dict):
                 values = to_current_names(values)
             return msgspec.convert(values, TrainConfig)
+        # Deep nesting raises RecursionError: the log's writer may be any process.
         except (msgspec.DecodeError, RecursionError) as error:
             raise LoggedSettingsUnreadable(str(error)) from None
 
@@ -332,6 +342,7 @@ class RunConfig(TrainConfig, frozen=True, kw_only=True):
     def chunk_transport(self) -> TransportName:
         """Return the transport of a Synchronizer, where it publishes anything."""
         match self.transport:
+            # Never used, as nothing is published; a Synchronizer takes no transport of files.
             case "files" | "none":
                 return "redis"
             case path:

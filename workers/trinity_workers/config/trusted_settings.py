@@ -279,10 +279,13 @@ def merge(
         default = to_values(sections()[f"{collection}.{NAME}"]())
         *parents, last = keys = collection.split(".")
         section = descend(values, parents)
+        # The log says which sets there are, and their data. A reference of a set that the file
+        # lacks has its default.
         section[last] = {
             name: section[last].get(name, dict(default)) for name in descend(logged_values, keys)
         }
     for setting in settings:
+        # Without a file, the references that are left have been accepted above (4).
         if setting.path in data or (own is None and _is_used(setting.path)):
             *parents, last = setting.keys
             descend(values, parents)[last] = setting.value
@@ -298,6 +301,7 @@ def _is_used(path: str) -> bool:
 def _is_accepted(setting: Setting, host: Host) -> bool:
     """Return True for a value that an explorer without a file accepts from the log."""
     value = setting.value
+    # The default is this installation's own, whatever the log means by it.
     if value == fields()[setting.path].default:
         return True
     match REFERENCES[setting.path].accepted:
@@ -361,6 +365,7 @@ def _is_same_path(logged: Path, own: Path, folder: Path) -> bool:
 
 
 def _get_installed(built_in: Iterable[str], group: str) -> frozenset[str]:
+    # Names alone: nothing is imported before the choice is made (6).
     return frozenset((*built_in, *(entry.name for entry in entry_points(group=group))))
 
 

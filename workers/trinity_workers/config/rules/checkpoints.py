@@ -29,6 +29,7 @@ def _find_unknown_results(values: Values) -> Contradictions:
             f"{format_list(sorted(sets) or ['none'])}",
         )
         return
+    # Those that an evaluation of the set publishes, and no others.
     metrics = ["mean", *(f"pass_at_{k}" for k in sets[chosen].passes)]
     if values["checkpoints.keep_best.metric"] not in metrics:
         yield (

@@ -20,6 +20,7 @@ _SET = f"evaluation.sets.{NAME}"
 
 def _find_too_few_samples(values: Values) -> Contradictions:
     settings = values[_SET]
+    # They ascend, so that the last one needs most answers.
     if settings.passes and settings.passes[-1] > settings.samples:
         yield (
             (f"{_SET}.pass_at", f"{_SET}.samples"),
@@ -42,6 +43,7 @@ def _find_absent_versions(values: Values) -> Contradictions:
             f"{{{_SET}.versions}} has step {max(settings.versions)}, and the run has {steps} "
             "{steps}: leave it out",
         )
+    # Null at the start is decided by the sync method, which keeps versions or not.
     is_due = settings.at_end or settings.interval or settings.versions
     if not is_due and settings.at_start is False:
         yield (

@@ -92,6 +92,7 @@ def _find_unknown_options(values: Values) -> Contradictions:
 def _find_unjudged_questions(values: Values) -> Contradictions:
     if not values["task.sets"] or any(values[path] is not None for path in _SOURCES):
         return
+    # Sets with questions of their own, which no family of the training sets judges.
     sources = [
         f"evaluation.sets.{name}.questions"
         for name, settings in values["evaluation"].sets.items()
@@ -123,6 +124,7 @@ def _takes_options(values: Values) -> bool:
 def _is_http(url: str) -> bool:
     try:
         parts = urlsplit(url)
+        # `port` raises ValueError for what is no number of a port.
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False

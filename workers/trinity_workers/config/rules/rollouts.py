@@ -62,6 +62,7 @@ def _find_small_window(values: Values) -> Contradictions:
 
 def _find_small_bytes(values: Values) -> Contradictions:
     limit = values["rollouts.max_bytes"]
+    # The largest answers that the settings allow: the bound must hold one step of them.
     answer = find_answer_bytes(
         values["rollouts.samples_per_prompt"],
         sampled_tokens=values["rollouts.max_new_tokens"] * values["rollouts.max_turns"],
@@ -78,6 +79,7 @@ def _find_small_bytes(values: Values) -> Contradictions:
 
 def _find_useless_updates(values: Values) -> Contradictions:
     sync, bound = values["sync"], values["staleness_bound"]
+    # On demand, a version may come after every step.
     least = 1 if publishes_on_demand(sync) else sync.interval
     if _CONTINUES.is_met(values) and not names_exact_version(sync) and bound < least:
         yield (
@@ -121,6 +123,7 @@ def _find_unusable_servers(values: Values) -> Contradictions:
         return
     try:
         options = read_server_options(values[path])
+        # Each explorer drives a server of its own, by its rank.
         for rank in range(values["explorer.count"]):
             get_url(options, rank)
     except RolloutEngineError as error:

@@ -36,6 +36,7 @@ def find_contradictions(config: TrainConfig, named: FormatField) -> Iterator[Set
     values = make_values(config, named)
     for rule in RULES:
         yield from rule.find(values)
+    # The rules of sets, once for each: NAME in their paths is then this set.
     for rules, sections in (
         (rewards.SET_RULES, config.task.sets),
         (evaluation.SET_RULES, config.evaluation.sets),
@@ -48,6 +49,7 @@ def find_contradictions(config: TrainConfig, named: FormatField) -> Iterator[Set
 
 def make_values(config: TrainConfig, named: FormatField, *section: str) -> Values:
     """Return the values of a configuration, whose defaults are those of its preset."""
+    # A value of the preset was not set by the user, who need not take it back.
     defaults = structs.replace(TrainConfig(), algorithm=get_defaults(config.algorithm.preset))
     return Values(config, defaults, named, *section)
 

@@ -43,6 +43,7 @@ def _find_indivisible_ranks(values: Values) -> Contradictions:
                 )
         return
     tensor = trainer.tensor_parallel or 1
+    # megatron-core raises in the first training step otherwise (transformer/moe/moe_layer.py).
     if trainer.expert_parallel > 1 and tensor > 1 and not trainer.sequence_parallel:
         yield (
             ("trainer.expert_parallel", "trainer.tensor_parallel", "trainer.sequence_parallel"),
@@ -65,12 +66,14 @@ def _find_indivisible_ranks(values: Values) -> Contradictions:
             f"{trainer.rank_count} trainers cannot be divided into groups of {parts} "
             f"({product}): choose {{trainer.ranks}} as a multiple",
         )
+    # As megatron-core refuses it (model_parallel_config.py), before any rank has started.
     elif trainer.sequence_parallel and trainer.tensor_ranks == 1:
         yield (
             (*sizes, "trainer.ranks", "trainer.sequence_parallel"),
             "{trainer.sequence_parallel} is true, and no tensor-parallel ranks share a sequence: "
             "set {trainer.tensor_parallel} 2 or more, or leave it out",
         )
+    # Experts are divided by as many tensor-parallel ranks as other layers (parallel_state.py).
     elif stage % (tensor * trainer.expert_parallel):
         yield (
             (*sizes, "trainer.ranks", "trainer.expert_parallel"),

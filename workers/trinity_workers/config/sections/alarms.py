@@ -12,6 +12,8 @@ Share = Annotated[float, Meta(gt=0, le=1)]
 Ratio = Annotated[float, Meta(gt=0)]
 
 
+# Far from what healthy runs measure: tests/core/test_healthy_runs.py replays their recorded steps
+# without an alarm.
 class AlarmsConfig(Section, frozen=True, kw_only=True):
     """Thresholds beyond which an alarm is raised. `null` turns an alarm off."""
 
@@ -34,5 +36,6 @@ class AlarmsConfig(Section, frozen=True, kw_only=True):
     to that of the next 20, in standard deviations within these."""
     infra_failed_rate: Share | None = 0.2
     """Share of a step's prompts that were dropped because requests or rewards failed."""
+    # No default: what a network can do differs by orders of magnitude.
     transfer_rate: Ratio | None = None
     """Bytes a second at which an explorer gets weights, at least."""

@@ -52,6 +52,7 @@ class CheckpointsConfig(Section, frozen=True, kw_only=True):
     verify: VerifyMode = "full"
     """Comparison of a checkpoint with its manifest before a resume loads it: sizes and digests,
     sizes alone, or none."""
+    # An older checkpoint costs steps, so that it is taken only if the user asks (decision 37).
     on_damage: OnDamage = "stop"
     """Treatment of a damaged or missing newest checkpoint at a resume: stop names the newest older
     one that is whole, and previous continues from it."""

@@ -34,6 +34,8 @@ class ExplorerConfig(Section, frozen=True, kw_only=True):
     published, too. probes: log-probabilities of fixed sequences are compared with the trainer's,
     too. all: all three. Null is served; with sync.method checkpoint it is names for other engines
     than vllm and vllm-server."""
+    # A layer that cannot be compared is a property of the engine: the run ends with its first
+    # version, and not after days with less proof than was asked for (decision 49).
     min_proof: ProofStatus | None = None
     """Weakest proof of a version that is served: proven, partly or unproven. Null is the strongest
     that the chosen checks can give: proven with served and all, partly with probes and where

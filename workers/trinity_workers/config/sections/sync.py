@@ -62,6 +62,7 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     full_every: Positive = 1
     """Weight versions from one published in full to the next; versions between them are deltas
     where these are smaller. 1 publishes all in full."""
+    # Off by default: where an engine is looked into, they see nothing more (decision 49).
     probes: Annotated[int, Meta(ge=0, le=MAX_PROBES)] | None = None
     """Token sequences whose log-probabilities the trainer's ranks compute of each version, and seal
     with it. Null is 4 where `explorer.proof` compares them, and else 0: each version takes a

@@ -84,6 +84,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     Perfetto below `profiles` in the run's folder, and an event names it."""
     profile_ranks: tuple[NotNegative, ...] | None = None
     """Ranks that trace these steps. Null is all."""
+    # These are the numbers that the engines had before they were settings; TRL and veRL have 0.999
+    # for adam_beta2 (decision 39).
     weight_decay: Annotated[float, Meta(ge=0)] = 0.01
     """Weight decay of AdamW."""
     adam_beta1: AdamBeta = 0.9
@@ -111,6 +113,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
         """Return the number of ranks that share every layer."""
         if self.tensor_parallel is not None:
             return self.tensor_parallel
+        # Ranks that share experts are replicas for all other layers.
         if self.expert_parallel > 1 or not self.on_megatron:
             return 1
         return max(1, self.rank_count // (self.pipeline_parallel * self.context_parallel))
