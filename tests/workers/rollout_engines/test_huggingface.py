@@ -351,6 +351,7 @@ def test_an_engine_of_the_users_own_is_found_in_a_file(own_model_folder, tmp_pat
 
 
 async def test_a_paused_engine_stands_still_between_tokens_until_it_is_resumed(own_model_folder):
+    """Invariants 1 and 2 of the gate."""
     engine = engine_of(own_model_folder())
     steps, generations = Steps(engine), []
 
@@ -374,6 +375,7 @@ async def test_a_paused_engine_stands_still_between_tokens_until_it_is_resumed(o
 
 
 async def test_a_pause_ends_by_itself_after_its_lease(own_model_folder):
+    """Invariant 2 of the gate."""
     engine = engine_of(own_model_folder())
     await engine.pause(0.2)
     with anyio.fail_after(PATIENCE):

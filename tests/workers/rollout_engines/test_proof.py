@@ -174,6 +174,7 @@ def raise_adapters(model):
 async def test_a_version_with_less_proof_than_is_asked_for_is_refused(
     make_run, proof, with_probes, status, fault
 ):
+    """Invariant 1."""
     run = make_run(**proof)
     announced = await run.publish(with_probes=with_probes)
     with raises(ProofTooWeak, step=announced.step, status=status, fault=fault) as error:
@@ -184,6 +185,7 @@ async def test_a_version_with_less_proof_than_is_asked_for_is_refused(
 
 
 async def test_layers_are_compared_in_turn_and_the_others_are_named(make_run):
+    """Invariant 2."""
     run = make_run(checks="served", min_status="partly", layers=2)
     compared = []
     names = set(dict(run.engine._model.named_parameters()))
@@ -286,6 +288,7 @@ def test_a_small_fault_of_all_tokens_is_seen_in_the_mean():
 
 
 def test_an_answer_has_the_weakest_proof_of_its_versions():
+    """Invariant 3."""
     record = ProofRecord()
     first, second, third = (StepRef(1, step) for step in range(3))
     record.add(first, "proven")

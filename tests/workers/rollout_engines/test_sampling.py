@@ -92,6 +92,7 @@ TRUNCATED = [
 def test_truncated_tokens_are_drawn_from_what_is_left_and_have_its_log_probabilities(
     settings, candidates
 ):
+    """Invariants 1 and 2."""
     sampling = Sampling(max_new_tokens=1, **settings)
     tokens, logprobs = sampled(sampling, keys_over("sample"))
     expected = torch.zeros_like(LOGITS)
@@ -131,6 +132,7 @@ def test_a_repetition_penalty_is_of_all_earlier_tokens_and_in_the_log_probabilit
 
 
 def test_settings_of_one_row_do_not_touch_another():
+    """Invariant 3."""
     keys = keys_over("sample")[:3]
     plain, greedy = Sampling(max_new_tokens=1), Sampling(max_new_tokens=1, temperature=0.0)
     narrow = Sampling(max_new_tokens=1, top_k=1, top_p=0.5, min_p=0.1, temperature=0.3)

@@ -247,6 +247,7 @@ async def pauses_of(follower, log):
 async def test_a_version_aborts_the_turns_that_it_meets_and_no_others(
     own_model_folder, published, follower, log
 ):
+    """Invariant 3 of the gate."""
     models, (announced,) = await published(1)
     engine = engine_of(
         own_model_folder(), synchronizer=follower, pause_mode="abort", options={"max_batch": 4}

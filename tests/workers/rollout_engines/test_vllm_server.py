@@ -158,6 +158,7 @@ async def test_an_answer_that_is_none_loses_the_server(answer):
 
 
 async def test_a_request_has_a_deadline():
+    """Invariant 1 of the client."""
     async with served(timeout=0.1) as (_, client):
         await client.connect()
         with raises(VLLMServerAway, url=client.url):
@@ -174,6 +175,7 @@ async def test_a_refusal_names_the_path_and_loses_no_server():
 
 
 async def test_the_end_of_its_process_loses_the_server_while_nothing_is_asked():
+    """Invariant 2 of the client."""
     async with served() as (double, client):
         lost = anyio.Event()
         client.on_lost = lost.set

@@ -226,6 +226,7 @@ def random_sequence(depth: int, seed: int, mode: PauseMode = "retract") -> tuple
     generator = random.Random(seed)  # noqa: S311 - of test cases
     life, sequence = EngineLife(mode), []
     for _ in range(depth):
+        # Only legal ones: what an engine does with others is its own affair.
         operation = generator.choice([each for each in OPERATIONS if life.is_legal(each)])
         life = life.after(operation)
         sequence.append(operation)
@@ -288,6 +289,7 @@ class _SequenceCheck:
         except TimeoutError:
             raise self._make_fault("an operation or a call does not end") from None
         except BaseExceptionGroup as errors:
+            # A call's fault ends the other tasks, whose errors say less.
             faults = errors.subgroup(EngineNotConforming)
             if faults is None:
                 raise

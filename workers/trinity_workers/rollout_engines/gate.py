@@ -88,6 +88,7 @@ class Gate:
             what = "the end of an installation" if self._holds else "its paused engine"
             with self._waits.waiting(what):
                 while self._is_closed():
+                    # Computed again each time: a further pause may have moved the end.
                     remaining = self._paused_until - time.monotonic()
                     # The end of a hold notifies; that of a lease is a moment on the clock.
                     self._changed.wait(None if self._holds else max(remaining, 0.0))

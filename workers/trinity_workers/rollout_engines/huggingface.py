@@ -160,6 +160,7 @@ class HuggingFaceEngine:
         """Generate one turn for each request, in order; see :class:`~.base.RolloutEngine`."""
         cancelled = threading.Event()
         try:
+            # Abandoned: else a caller that is cancelled would wait for the end of the batch.
             return await anyio.to_thread.run_sync(
                 self._generate, requests, cancelled, abandon_on_cancel=True
             )
@@ -202,6 +203,7 @@ class HuggingFaceEngine:
     # --- in worker threads -----------------------------------------------------------------
 
     def _release(self) -> None:
+        # Waits for the batch that is being generated; none begins without a version.
         with self._generating:
             self.serves = None
 
@@ -214,6 +216,7 @@ class HuggingFaceEngine:
             raise InstallRefused(ready.step, "synchronizer")
         checks = _Checks(self, ready)
         if self.serves is None:
+            # Nothing is served yet, so that the model may be filled as the chunks arrive.
             with self._changing(ready):
                 self._synchronizer.load(self._versioned, ready, cast=True, checks=checks)
         else:
@@ -379,6 +382,7 @@ class HuggingFaceEngine:
         # Padded on the left, so that every row goes on from the last column.
         rows = [turn.request.tokens + turn.tokens for turn in turns]
         width = max(map(len, rows))
+        # (turns, width), as the mask.
         ids = [[self._pad] * (width - len(row)) + row for row in rows]
         mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
         device = self._model.device
@@ -390,10 +394,12 @@ class HuggingFaceEngine:
         output: Tensor = run(
             input_ids=torch.tensor(ids, device=device),
             attention_mask=torch.tensor(mask, device=device),
+            # The processor has sampled: the largest of its scores is the token.
             generation_config=configure(do_sample=False, max_new_tokens=max(limits)),
             logits_processor=LogitsProcessorList([choice]),
             stopping_criteria=StoppingCriteriaList([_Stop(limits, width, must_stop, stops)]),
         )
+        # (turns, new tokens)
         logprobs = torch.stack(choice.logprobs, dim=1).tolist()
         for turn, row, of_tokens, stopped in zip(
             turns, output[:, width:].tolist(), logprobs, stops.ends, strict=True
@@ -445,6 +451,7 @@ class _TokenSampler(LogitsProcessor):
         device: torch.device,
         version: Callable[[], StepRef],
     ) -> None:
+        # The noise counts tokens of the turn, also those of an earlier cache.
         self._place = len(turns[0].tokens)
         self._version = version
         self._sampler = make_sampler(turns, device)
@@ -453,6 +460,7 @@ class _TokenSampler(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         version = self._version()
+        # (turns, vocabulary) to (turns,) each.
         tokens, logprobs = self._sampler.choose(scores, self._place + len(self.logprobs))
         self.logprobs.append(logprobs)
         self.versions.append(version)
@@ -479,6 +487,7 @@ class _Stop(StoppingCriteria):
         device = input_ids.device
         over = None
         if self._stops.is_needed:
+            # (turns,), as what is returned.
             over = torch.tensor(self._stops.add(input_ids[:, -1].tolist()), device=device)
         if self._must_stop():
             return torch.ones(len(input_ids), dtype=torch.bool, device=device)

@@ -52,6 +52,7 @@ def updates_amid_turns(*modes: PauseMode) -> Callable[[Callable[P, E]], Callable
     """
 
     def decorate(make: Callable[P, E]) -> Callable[P, E]:
+        # On the function, so that a run is checked before an engine is made.
         setattr(make, _MODES, modes)
         return make
 
@@ -124,6 +125,7 @@ def check_installed(name: str) -> None:
     """Raise PackageMissing if the package of an engine that ships is not installed here."""
     if name in _PACKAGES:
         package, requirement = _PACKAGES[name]
+        # Found and not imported: vLLM takes ten seconds to import.
         if find_spec(package) is None:
             raise PackageMissing(f"the rollout engine {name}", package, requirement)
 

@@ -127,10 +127,12 @@ class MegatronRolloutEngine:
             digests = {}
             for name, tensor in self._hybrid.full_tensors():
                 tensor_digest = Digesting()
+                # With dtype and shape: the same bytes may be another tensor.
                 tensor_digest.update(f"{dtype_name(tensor.dtype)}:{tuple(tensor.shape)}:".encode())
                 tensor_digest.update(as_bytes(tensor))
                 digests[name] = tensor_digest.digest()
         whole = Digesting()
+        # Sorted: the digest does not depend on the order in which a layout gathers.
         whole.update(msgspec.json.encode(sorted(digests.items())))
         return whole.digest()
 
@@ -154,6 +156,8 @@ class MegatronRolloutEngine:
         version = self._version()
         device = self._hybrid.engine.device
         end_tokens = self._hybrid.engine.end_tokens
+        # (turns, prompt tokens), and (turns, 1) from the second token on: the context has the
+        # others' keys and values.
         tokens = torch.tensor([turn.request.tokens for turn in turns], device=device)
         limits = torch.tensor([turn.limit for turn in turns], device=device)
         longest = max(turn.limit for turn in turns)
@@ -163,6 +167,7 @@ class MegatronRolloutEngine:
         sampler = make_sampler(turns, device)
         stops = StopFinder(self._hybrid.engine.tokenizer, turns)
         context: Any = StaticInferenceContext(len(turns), tokens.shape[1] + longest)
+        # (turns,), as the limits and each token's choice.
         is_over = torch.zeros(len(turns), dtype=torch.bool, device=device)
         chosen, logprobs = [], []
         for place in range(longest):
@@ -177,6 +182,7 @@ class MegatronRolloutEngine:
             if bool(is_over.all()):
                 break
             tokens = next_tokens[:, None]
+        # (turns, new tokens)
         rows = torch.stack(chosen, dim=1).tolist()
         of_rows = torch.stack(logprobs, dim=1).tolist()
         for turn, row, of_row, stopped in zip(turns, rows, of_rows, stops.ends, strict=True):

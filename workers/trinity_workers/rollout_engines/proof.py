@@ -112,6 +112,7 @@ class ProofOptions:
             tolerance = max(PROBE_TOLERANCES.get(name, 0.0) for name in (dtype, probes.dtype))
         largest, mean = compare_logprobs(probes.logprobs.to_rows(), logprobs)
         detail = ""
+        # `not <=`, as a comparison with NaN is false.
         if not largest <= tolerance:
             detail = f"a probe differs by {largest:.3g} nats, and may by {tolerance:g}"
         elif not mean <= tolerance * MEAN_SHARE:
@@ -168,6 +169,7 @@ class ProofRecord:
         """Record the status of a version, before it is served."""
         self._statuses[version] = status
         while len(self._statuses) > _KEPT_STATUSES:
+            # The oldest: dictionaries keep the order of entry.
             del self._statuses[next(iter(self._statuses))]
 
     def get_weakest(self, versions: Iterable[StepRef]) -> ProofStatus:

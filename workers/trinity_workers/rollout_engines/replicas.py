@@ -71,6 +71,7 @@ def generate_shared(
         generations = generate([turns[place] for place in shares[replica.number]])
     except Exception as caught:
         error = caught
+    # Before the answers: a rank that failed has none, and the others would wait for them.
     raise_together(error, group)
     own = (replica.number, generations if replica.is_first else ())
     answers: dict[bytes, Generation] = {}

@@ -34,6 +34,7 @@ _MOST = 1.0 - 2.0**-24
 def turn_key(seed: int, ordinal: int, sample: int, turn: int) -> int:
     """Return the key of a turn's noise, as a signed integer of 64 bits."""
     place = f"{seed}:{ordinal}:{sample}:{turn}".encode()
+    # Not Python's hash(), which differs from process to process.
     return int.from_bytes(hashlib.sha256(place).digest()[:8], "big", signed=True)
 
 
@@ -55,7 +56,7 @@ class NoisySampler:
         device: torch.device,
         histories: Sequence[Sequence[int]] = (),
     ) -> None:
-        self._keys = torch.tensor(keys, dtype=torch.int64, device=device)[:, None]
+        self._keys = torch.tensor(keys, dtype=torch.int64, device=device)[:, None]  # (rows, 1)
         temperatures = [sampling.temperature for sampling in samplings]
         self._greedy = None
         if 0.0 in temperatures:
@@ -63,6 +64,7 @@ class NoisySampler:
         scales = torch.tensor(
             [1.0 / (temperature or 1.0) for temperature in temperatures], device=device
         )[:, None]
+        # None leaves the bits of the logits as they are, at the usual temperature of 1.
         self._scales = (
             None if all(temperature in (0.0, 1.0) for temperature in temperatures) else scales
         )
@@ -89,6 +91,8 @@ class NoisySampler:
         logprobs = self._truncate(scaled.log_softmax(dim=-1))
         noise = self._noise(logits.shape[-1], place)  # (rows, vocabulary)
         if self._greedy is not None:
+            # The largest logit is then the token, with its log-probability at temperature 1
+            # (base.py).
             noise = noise.masked_fill(self._greedy, 0.0)
         tokens = (logprobs + noise).argmax(dim=-1)
         if self._occurred is not None:
@@ -138,6 +142,7 @@ class NoisySampler:
             self._entries = entries * _STEP
         # The key of a place is mixed by itself, lest places and entries of one turn overlap.
         mixed = _mix(_mix(self._keys + _signed((place + 1) * _STEP)) + self._entries)
+        # 53 bits, as many as a double has; in float32 the largest may round up to 1.
         uniform = mixed.bitwise_right_shift_(11).bitwise_and_(2**53 - 1).float()
         uniform.mul_(_LEAST).clamp_(_LEAST, _MOST)
         return uniform.neg_().log1p_().neg_().log_().neg_()

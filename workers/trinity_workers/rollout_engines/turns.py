@@ -113,6 +113,7 @@ class StopFinder:
 
     def _find(self, row: int) -> Stopped | None:
         tokens = self._tokens[row]
+        # Of the last tokens alone, or a turn of n tokens would decode n * n / 2.
         text = str(self._tokenizer.decode(tokens[-self._windows[row] :], skip_special_tokens=False))
         stop = find_first_stop(text, self._stops[row])
         return None if stop is None else Stopped(len(tokens) - self._begins[row], stop)

@@ -152,6 +152,8 @@ class ColocatedVLLM:
                 error = caught
                 for _ in tensors:  # other ranks gather on
                     pass
+        # Ranks agree before one of them generates: a replica with half of a version answers
+        # nothing.
         raise_together(error, self._replica.group)
         self._loads += 1
 
@@ -197,6 +199,7 @@ class ColocatedVLLM:
                 raise NotAsPublished(
                     step=version.step, engine=NAME, fault=fault, tensors=tuple(sorted(names))
                 )
+        # What was given and not compared leaves the version partly proven at most.
         unproven |= given.keys() - compared
         self._proofs.add(version, make_proof(len(compared - unproven), sorted(unproven), 0).status)
 
@@ -218,6 +221,7 @@ class ColocatedVLLM:
             request, sampling = turn.request, turn.request.sampling
             key = turn_key(sampling.seed, request.ordinal, request.sample, request.turn)
             params.append(
+                # Not negative: to vLLM -1 is no seed (sampling_params.py).
                 build_sampling_params(sampling, turn.limit, key & _SEED_BITS, self._end_tokens)
             )
         with self._own_random_states():

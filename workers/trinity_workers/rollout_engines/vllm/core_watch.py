@@ -46,6 +46,7 @@ class CoreWatch:
         listener = (asyncio.get_running_loop(), event)
         with self._lock:
             self._listeners.append(listener)
+            # Under the lock: an end between the two would reach no listener.
             if self._ended is not None:
                 event.set()
 
@@ -71,6 +72,7 @@ class CoreWatch:
         return EngineEnded("vLLM", self._processes[0].name if self._processes else "")
 
     def _watch(self) -> None:
+        # By the processes' sentinels: no wait polls (decision 47).
         ended = wait([*self._names])
         with self._lock:
             self._ended = self._names[ended[0]]

@@ -98,6 +98,7 @@ NAME = "vLLM"
 _BASE_LABEL = "default"
 """Label that vLLM gives the weights of the folder; also that of a core which started again."""
 _REFUSED_AMID_TURN = "the version that was installed amid the turn is not what was published"
+# Not negative: to vLLM -1 is no seed (sampling_params.py).
 _SEED_BITS = 2**62 - 1
 _LARGEST_OUTCOME = 1 << 16
 _SECONDS_TO_END = 10.0
@@ -174,6 +175,8 @@ class VLLMEngine:
         self._core = core
         self._processes = processes
         self._folder = tempfile.TemporaryDirectory(prefix="trinity-vllm-")
+        # A call that waited for a fetch would hold up generation in the workers; a datagram does
+        # not.
         self._outcomes = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._outcomes.setblocking(False)
         self._outcomes.bind(str(self._outcomes_path))
@@ -313,7 +316,7 @@ class VLLMEngine:
 
     async def _generate(self, request: GenerationRequest, limit: int) -> Generation:
         async with self._slots:
-            # Under `finish` an installation waits for the turns of a call, and not they for it.
+            # Under `wait` an installation waits for the turns of a call, and not they for it.
             if self.pause_mode == "wait":
                 version = self._version()
             else:
@@ -453,6 +456,7 @@ class VLLMEngine:
         installed = LoadedVersion(
             StepRef(ready.epoch, ready.step), reports[0].digest, reports[0].bytes
         )
+        # The version is there once the last worker has it.
         verified_at = max(outcome.verified_at for outcome in fetched)
         phases = AppliedPhases(fetch=fetch, pause=pause)
         await anyio.to_thread.run_sync(

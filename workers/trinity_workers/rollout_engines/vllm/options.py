@@ -212,6 +212,7 @@ def build_gpu_args(options: EngineOptions, own: VLLMOptions) -> dict[str, Any]:
         return {}
     gpus, engine_args = options.gpus, own.engine_args
     parallel = ("tensor_parallel_size", "pipeline_parallel_size")
+    # What the user sets comes before what the run would choose.
     given = [engine_args[name] for name in parallel if name in engine_args]
     if math.prod(given) > max(gpus, 1):
         raise VLLMUnusable("ranks", ranks=math.prod(given), gpus=gpus)
@@ -287,6 +288,7 @@ def get_sampling_arguments(
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
         "seed": seed,
+        # That of the sampled token alone (sampling_params.py).
         "logprobs": 0,
         # The end of sequence is one of them, and the answer keeps it.
         "stop_token_ids": list(end_tokens),
@@ -295,6 +297,7 @@ def get_sampling_arguments(
     }
 
 
+# vLLM samples at least one token; the log-probabilities of the prompt are what counts.
 PROBE_ARGUMENTS = {
     "max_tokens": 1,
     "temperature": 0.0,

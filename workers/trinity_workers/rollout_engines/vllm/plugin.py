@@ -31,9 +31,11 @@ def register() -> None:
 def end_with_owner() -> None:
     """End this process with the explorer: vLLM's core outlives a parent that was killed."""
     owner = os.environ.get(OWNER)
+    # The explorer's own process loads the plug-ins of vLLM too.
     if owner is None or int(owner) == os.getpid():
         return
     try:
+        # A descriptor, since the number of a process that ended is given to another one.
         descriptor = os.pidfd_open(int(owner))
     except ProcessLookupError:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -85,6 +85,7 @@ class MergedAdapters:
         self._adapters = dict(version.tensors())
         pairs = [weight_names(name) for name in self._base.names()]
         adapted = {name for pair in pairs if pair[0] in self._adapters for name in pair}
+        # Either an adapter without a weight in the base, or one of its two matrices alone.
         for name in sorted(adapted ^ self._adapters.keys()):
             raise AbsentTensor(name, fault="version" if name in adapted else "model")
 

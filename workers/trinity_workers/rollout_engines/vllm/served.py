@@ -90,6 +90,7 @@ def _is_as_published(served: ServedTensor, published: PublishedWeights) -> bool:
     if not served.begins and shape != whole:
         return False
     expected = published.part(served.name, TensorSlice(begins, shape))
+    # As vLLM's loader casts it: the model computes with the rounded values.
     expected = expected.to(device=tensor.device, dtype=tensor.dtype)
     if served.exact:
         return bool((flat_bytes(tensor.contiguous()) == flat_bytes(expected.contiguous())).all())
@@ -140,6 +141,7 @@ def served_tensors(
             if not is_chosen(f"{path}.weight"):
                 continue
             rows = layer.shard_indices
+            # Without the rows of padding, which no version has.
             own = layer.weight[: rows.num_org_elements]
             yield ServedTensor(f"{path}.weight", own, (rows.org_vocab_start_index, 0))
             if getattr(model, "lm_head", None) is layer:
@@ -260,6 +262,7 @@ def _through(path: str, layer: Any, width: int, dtype: torch.dtype) -> Tensor | 
     columns = []
     for begin in range(0, width, _ROWS):
         count = min(_ROWS, width - begin)
+        # (count, width), a part of the identity matrix; its product is (count, outputs).
         rows = torch.zeros(count, width, dtype=dtype, device=device)
         rows[torch.arange(count), torch.arange(begin, begin + count)] = 1
         try:
@@ -267,6 +270,7 @@ def _through(path: str, layer: Any, width: int, dtype: torch.dtype) -> Tensor | 
         except Exception:  # a kernel may refuse the shape: the layer is unproven, and not wrong
             logger.exception("%s could not be looked into", path)
             return None
+    # (outputs, width)
     return torch.cat(columns, dim=1)
 
 

@@ -113,7 +113,7 @@ class _Results(Struct, frozen=True):
 
 
 class ServerCompletion(NamedTuple):
-    """ServerCompletion of one request, as vLLM's CompletionOutput."""
+    """Completion of one request, as vLLM's CompletionOutput."""
 
     token_ids: list[int]
     logprobs: list[dict[int, SampledToken]]
@@ -144,9 +144,12 @@ class ServerClient:
         """Called as the server is lost."""
         self._client = httpx.AsyncClient(
             base_url=url,
+            # Without a bound of connections, none is waited for: the engine's slots bound the
+            # requests.
             timeout=httpx.Timeout(timeout, connect=_CONNECT_TIMEOUT, pool=None),
             limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEPT_IDLE),
             headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            # It would lead to a server in which nothing was installed.
             follow_redirects=False,
             trust_env=False,  # a proxy would have the routes that change weights
         )

@@ -91,6 +91,7 @@ def get_url(own: ServerOptions, rank: int) -> str:
         url = own.url[rank]
     try:
         parts = urlsplit(url)
+        # `port` is read for its ValueError alone.
         host, _ = parts.hostname, parts.port
     except ValueError:
         raise VLLMServerUnusable(url, "url") from None

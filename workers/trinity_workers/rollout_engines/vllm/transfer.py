@@ -180,6 +180,7 @@ class PulledWeights(WeightTransferEngine):  # type: ignore[misc] # vLLM has no t
         published = self._published(version)
         loaded = self.reload(_counted(self.tensors(published), given))
         report.version, report.digest, report.bytes = version.ref, version.digest, version.bytes
+        # A loader may stop before it was given all.
         report.missing = sorted(name for name in published.names if given[name] != 1)
         report.unloaded = find_unloaded(self.model, loaded)
         report.probes = find_probes(manifest for manifest, _ in version.parts)
@@ -275,6 +276,7 @@ class VersionFetch:
         self._worker = worker
         self._outcomes = outcomes
         self._exits = ExitStack()
+        # A daemon: a pull that waits for a server must not keep the worker alive.
         self._thread = threading.Thread(target=self._run, daemon=True, name="trinity-fetch")
         self._thread.start()
 
@@ -359,6 +361,7 @@ class WorkerExtension:
         """End an update that did not finish, for which vLLM has no call of its own."""
         self.weight_transfer_engine.drop()
         self.weight_transfer_engine.reset_weight_update_target()
+        # vLLM's own flag, which only an update that finishes clears (v1/worker/gpu_worker.py).
         self._weight_update_active = False
 
     def trinity_digests(self) -> dict[str, str]:
