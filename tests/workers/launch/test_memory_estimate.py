@@ -10,6 +10,7 @@ from trinity_workers.launch.memory_estimate import (
     ModelShape,
     estimate_explorer,
     estimate_generation,
+    estimate_loading,
     estimate_rank,
     format_estimates,
 )
@@ -28,6 +29,7 @@ def configured(**sections):
     return structs.replace(config, **changed)
 
 
+SHORT = {"max_new_tokens": 16, "prompts_per_step": 8, "samples_per_prompt": 8}
 LONG = {"max_new_tokens": 1024, "prompts_per_step": 8, "samples_per_prompt": 8}
 
 
@@ -87,6 +89,14 @@ def test_a_rank_that_generates_has_the_whole_policy_on_fsdp_and_its_part_on_mega
     assert parts["keys and values"] == 8 * 8 * 1024 * 32 * 2048 * 4 // 4
 
 
+def test_a_rank_of_fsdp_loads_the_whole_model_however_many_share_it(tmp_path):
+    write_sizes(tmp_path)
+    config = configured(trainer={"ranks": 64, "tensor_parallel": 8}, rollouts=SHORT)
+    assert estimate_loading(config, SHAPE).parts["whole model"] == 4 * SHAPE.parameters
+    _, loading, *_ = format_estimates(config, tmp_path, SHAPE.parameters)
+    assert loading.startswith("memory of each rank that loads: about 26.1 GiB")
+
+
 def test_an_explorer_has_two_versions_and_the_keys_and_values_of_a_claim():
     explorer = {"dtype": "bfloat16", "count": 4}
     config = configured(explorer=explorer, rollouts=LONG)
@@ -95,9 +105,13 @@ def test_an_explorer_has_two_versions_and_the_keys_and_values_of_a_claim():
     assert parts["keys and values"] == 2 * 8 * 1024 * 32 * 2048 * 2
 
 
-def test_lines_name_the_processes_and_what_the_host_has(tmp_path):
+def write_sizes(folder):
     sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-    (tmp_path / "config.json").write_text(json.dumps(sizes | {"vocab_size": 32_000}))
+    (folder / "config.json").write_text(json.dumps(sizes | {"vocab_size": 32_000}))
+
+
+def test_lines_name_the_processes_and_what_the_host_has(tmp_path):
+    write_sizes(tmp_path)
     config = configured(trainer={"ranks": 2}, explorer={"count": 3})
     rank, explorer, devices = format_estimates(config, tmp_path, SHAPE.parameters)
     assert rank.startswith("memory of each of 2 ranks, rank: about ")

@@ -98,7 +98,7 @@ def estimate_rank(config: TrainConfig, shape: ModelShape) -> MemoryEstimate:
     else:
         split, replicas = 1, max(1, ranks // tensor)
         trained = _LORA_SHARE if config.model.lora.rank else 1.0
-        bytes_each = trained * _MASTER + (1 - trained) * _FROZEN
+        bytes_each = trained * _MASTER + (1 - trained) * width
         state = shape.parameters * bytes_each / ranks
         # One layer computes while the next one is gathered, a rank's part of each.
         layer = shape.parameters / max(1, shape.layers) / tensor
@@ -138,6 +138,22 @@ def estimate_rank(config: TrainConfig, shape: ModelShape) -> MemoryEstimate:
     }
     return MemoryEstimate(
         process="rank", parts={name: math.ceil(size) for name, size in parts.items()}
+    )
+
+
+def estimate_loading(config: TrainConfig, shape: ModelShape) -> MemoryEstimate:
+    """Return the memory of a rank of FSDP while it loads the last of its models."""
+    algorithm, has_adapters = config.algorithm, bool(config.model.lora.rank)
+    loaded = algorithm.critic.use + (bool(algorithm.kl.coefficient) and not has_adapters)
+    # The base of adapters stays as it is; other models become float32 before they are divided.
+    width = _BYTES[config.model.dtype] if has_adapters else _FROZEN
+    return MemoryEstimate(
+        process="rank that loads",
+        # A rank keeps its part of a model once it has all of it (decision 53).
+        parts={
+            "whole model": shape.parameters * width,
+            "state": math.ceil(loaded * shape.parameters * _FROZEN / config.trainer.rank_count),
+        },
     )
 
 
@@ -197,6 +213,11 @@ def format_estimates(config: TrainConfig, folder: Path, parameters: int) -> list
         return []
     ranks, rank = config.trainer.rank_count, estimate_rank(config, shape)
     lines = [f"memory of each of {ranks} ranks, {rank.format()}"]
+    phases = [rank]
+    loading = estimate_loading(config, shape)
+    if config.trainer.engine == "fsdp" and loading.total > rank.total:
+        lines.append(f"memory of each {loading.format()}")
+        phases.append(loading)
     served = (
         "; vLLM takes the share gpu_memory_utilization of its GPU for weights, keys and values"
         if _serves_by_vllm(config)
@@ -205,12 +226,13 @@ def format_estimates(config: TrainConfig, folder: Path, parameters: int) -> list
     if config.trainer.colocated:
         generating = estimate_generation(config, shape)
         lines.append(f"memory of each {generating.format()}{served}")
-        # A rank does one thing at a time.
-        counts = [(max(rank, generating, key=lambda estimate: estimate.total), ranks)]
-    else:
+        phases.append(generating)
+    # A rank does one thing at a time.
+    counts = [(max(phases, key=lambda estimate: estimate.total), ranks)]
+    if not config.trainer.colocated:
         explorer = estimate_explorer(config, shape)
         lines.append(f"memory of each of {config.explorers} explorers, {explorer.format()}{served}")
-        counts = [(rank, ranks), (explorer, config.explorers)]
+        counts.append((explorer, config.explorers))
     return [*lines, *_format_devices(counts)]
 
 
