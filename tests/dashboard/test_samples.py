@@ -6,6 +6,7 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("torch")
 
 import anyio.to_thread
+import msgspec
 
 from tests.support.browser import browser
 from tests.support.errors import raises
@@ -19,6 +20,7 @@ from trinity_events.dashboard.sources import RecordedSource
 from trinity_events.record.reader import RecordMissing, RolloutRecord
 
 GROUPS = 5
+sample_of = msgspec.structs.replace
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +30,20 @@ def groups():
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory, policy_folder, groups):
+    """Return a record in which step 1 discarded a first attempt, and step 3 is being filled."""
     folder = tmp_path_factory.mktemp("runs") / "r"
-    return write_record(folder, policy_folder, {1: groups, 2: groups})
+    # The stale one was asked for again, and its second attempt was trained on.
+    stale, filtered = groups[0], [sample_of(sample, ordinal=90) for sample in groups[1]]
+    trained = [[sample_of(sample, attempt=2) for sample in stale], *groups[1:]]
+    discarded = {1: [("stale", stale), ("filtered", filtered)], 3: [("filtered", filtered)]}
+    return write_record(folder, policy_folder, {1: trained, 2: groups}, discarded=discarded)
 
 
 def test_a_step_has_its_groups_with_the_best_and_the_worst_answer(record, groups):
     step_page = read_step(record)
     assert (step_page["step"], step_page["steps"], step_page["explorers"]) == (
         2,
-        [1, 2],
+        [1, 2, 3],
         ["explorer-0"],
     )
     assert [group["ordinal"] for group in step_page["groups"]] == [*range(GROUPS)]
@@ -70,6 +77,24 @@ def test_a_sample_has_a_text_for_each_token_that_make_up_its_turns(record, group
     assert sample["trainer_logprobs"] == []
 
 
+def test_discarded_answers_are_groups_of_the_step_that_was_being_filled(record, groups):
+    step_page = read_step(record, 1)
+    size = len(groups[0])
+    assert step_page["fates"] == {"trained": GROUPS * size, "stale": size, "filtered": size}
+    names = [(group["fate"], group["ordinal"], group["attempt"]) for group in step_page["groups"]]
+    assert names[0] == ("trained", 0, 2)
+    assert names[GROUPS:] == [("stale", 0, 1), ("filtered", 90, 1)]
+    assert step_page["groups"][-1]["question"]
+    trained = read_sample(record, 1, 0, 1)
+    stale = read_sample(record, 1, 0, 1, "stale", 1)
+    assert (trained["fate"], trained["attempt"]) == ("trained", 2)
+    assert (stale["fate"], stale["attempt"], stale["tokens"]) == ("stale", 1, trained["tokens"])
+    with raises(RecordMissing, fault="ordinal", ordinal=0):
+        read_sample(record, 1, 0, 1, "stale", 2)
+    # No step trained on samples of the third step so far.
+    assert read_step(record, 3)["fates"] == {"filtered": size}
+
+
 def test_an_episode_with_a_tool_has_its_messages_by_turn(tmp_path, policy_folder):
     episode = make_episode(policy_folder)
     sample = read_sample(write_record(tmp_path / "r", policy_folder, {1: [[episode]]}), 1, 0, 0)
@@ -84,7 +109,7 @@ def test_an_episode_with_a_tool_has_its_messages_by_turn(tmp_path, policy_folder
 
 
 def test_a_step_that_is_not_recorded_is_named(record):
-    with raises(RecordMissing, fault="step", step=7, recorded=(1, 2)):
+    with raises(RecordMissing, fault="step", step=7, recorded=(1, 3)):
         read_step(record, 7)
     with raises(RecordMissing, fault="ordinal", ordinal=99):
         read_sample(record, 1, 99, 0)
@@ -96,10 +121,12 @@ def test_a_run_without_a_record_has_no_step(tmp_path):
 
 def test_a_file_has_the_groups_of_all_steps_and_the_tokens_of_some(record):
     data = read_for_file(record)
-    assert [*data["steps"]] == ["1", "2"]
-    ordinals = {name.split("/")[1] for name in data["samples"]}
-    assert len(ordinals) == min(GROUPS, FILE_GROUPS)
-    assert len(data["samples"]) == 2 * len(ordinals) * 4
+    assert [*data["steps"]] == ["1", "2", "3"]
+    names = [name.split("/")[:4] for name in data["samples"]]
+    trained = {ordinal for _, fate, ordinal, _ in names if fate == "trained"}
+    assert len(trained) == min(GROUPS, FILE_GROUPS)
+    assert names.count(["1", "trained", "0", "2"]) == names.count(["1", "stale", "0", "1"]) == 4
+    assert len(names) == (2 * len(trained) + 3) * 4
 
 
 async def write_page(record, folder):
@@ -154,4 +181,14 @@ def look_at_samples(folder, address):
         typed = f"(() => {{ const box = {field}.startsWith('Tokens')).querySelector('input');"
         page.evaluate(f"{typed} box.value = '5'; box.dispatchEvent(new Event('input')) }})()")
         page.wait_for(f"{groups} === 3")
+        page.evaluate(f"{typed} box.value = ''; box.dispatchEvent(new Event('input')) }})()")
+        page.evaluate("document.querySelector('[aria-label=\"The step before\"]').click()")
+        page.wait_for("document.querySelector('.panel h2').innerText.includes('step 1')")
+        fate = f"const fate = {field}.startsWith('Fate')).querySelector('select');"
+        change = "fate.value = 'discarded'; fate.dispatchEvent(new Event('change'))"
+        page.evaluate(f"(() => {{ {fate} {change} }})()")
+        page.wait_for(f"{groups} === 2")
+        assert page.text(".group .fate") in ("stale", "filtered")
+        page.evaluate("document.querySelector('.group summary').click()")
+        page.wait_for("document.querySelector('.token')")
         assert page.problems == []

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
 from trinity_events.record.files import RECORD
 from trinity_events.record.reader import RolloutRecord
 from trinity_schemas import ChatMessage, Experience, StepRef, Turn, encode
-from trinity_workers.record.messages import StepRows, WriterSettings
+from trinity_workers.record.messages import DiscardedRows, StepRows, WriterSettings
 from trinity_workers.record.writer import RecordWriter
 
 
@@ -62,21 +63,30 @@ def write_record(
     *,
     epoch: int = 1,
     resumed_step: int = 0,
+    discarded: Mapping[int, Sequence[tuple[str, Sequence[Experience]]]] | None = None,
 ) -> RolloutRecord:
-    """Write a run's record with these groups of each step; advantages count up from 0."""
-    writer = RecordWriter(
-        WriterSettings(
-            run_id=folder.name,
-            epoch=epoch,
-            resumed_step=resumed_step,
-            folder=str(folder / RECORD),
-            model_folder=str(model_folder),
-            rank=0,
-            ranks=1,
-            max_bytes=2**30,
-            max_steps=100,
-        )
+    """Write a run's record with these groups of each step; advantages count up from 0.
+
+    Args:
+        folder: Folder of the run.
+        model_folder: Folder of its tokenizer.
+        steps: Trained groups of each step.
+        epoch: Epoch of the steps.
+        resumed_step: Step that the epoch began with.
+        discarded: Groups with their fates, by the step that was being filled.
+    """
+    settings = WriterSettings(
+        run_id=folder.name,
+        epoch=epoch,
+        resumed_step=resumed_step,
+        folder=str(folder / RECORD),
+        model_folder=str(model_folder),
+        rank=0,
+        ranks=1,
+        max_bytes=2**30,
+        max_steps=100,
     )
+    writer = RecordWriter(settings)
     for step, groups in steps.items():
         samples = [sample for group in groups for sample in group]
         width = max(sum(len(turn.tokens) for turn in sample.turns[1:]) for sample in samples)
@@ -88,4 +98,12 @@ def write_record(
             advantages=numbers.tobytes(),
         )
         writer.write(rows)
+    if discarded:
+        writer = RecordWriter(msgspec.structs.replace(settings, rank=None))
+        for step, answers in discarded.items():
+            fates = [
+                DiscardedRows(fate=fate, samples=[encode(sample) for sample in group])
+                for fate, group in answers
+            ]
+            writer.write(StepRows(step=step, experiences=[], discarded=fates))
     return RolloutRecord(folder, folder.name)

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import RunNotFound, TrinityError
 from ..http_server.connections import get_connection
-from ..record.reader import RecordMissing
+from ..record.reader import TRAINED, RecordMissing
 from . import queries
 from .board import Board, DashboardLimits, TooManyRuns
 from .guard import Guard
@@ -229,7 +229,8 @@ async def _sample(request: Request, reader: RunReader) -> Any:
     step, ordinal, sample = (_number(request, name) for name in ("step", "ordinal", "sample"))
     if step is None or ordinal is None or sample is None:
         raise InvalidQuery("step")
-    return await get_sample(reader, step, ordinal, sample)
+    fate = request.query_params.get("fate", TRAINED)
+    return await get_sample(reader, step, ordinal, sample, fate, _number(request, "attempt"))
 
 
 async def _versions(request: Request, reader: RunReader) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,13 @@ from typing import Any
 import anyio.to_thread
 
 from ..record.files import RecordedStep
-from ..record.reader import RecordMissing, RolloutRecord
+from ..record.reader import TRAINED, RecordMissing, RolloutRecord
 from .run_reader import RunReader
 
 _COLUMNS = (
-    *("ordinal", "sample", "reward", "completion_tokens", "is_truncated", "explorer"),
-    *("staleness", "version_count", "advantage", "question_set", "preview", "reward_parts"),
+    *("fate", "ordinal", "attempt", "sample", "reward", "completion_tokens", "is_truncated"),
+    *("explorer", "staleness", "version_count", "advantage", "question_set", "preview"),
+    "reward_parts",
 )
 _LONGEST = 16_384
 """Tokens of a sample that are sent; a page of more is of no use, and of many megabytes."""
@@ -24,7 +25,9 @@ _QUESTION = 240
 FILE_STEPS = 6
 """Recorded steps that a file has, the newest ones."""
 FILE_GROUPS = 8
-"""Groups of each step in a file that have their tokens, spread over the order of their rewards."""
+"""Trained groups of each step in a file that have their tokens, spread over their rewards."""
+FILE_DISCARDED = 2
+"""Groups of each other fate that have them: these show why, and the trained ones what is learnt."""
 
 
 async def get_samples(reader: RunReader, step: int | None) -> dict[str, Any]:
@@ -39,7 +42,9 @@ async def get_samples(reader: RunReader, step: int | None) -> dict[str, Any]:
     return await anyio.to_thread.run_sync(partial(read_step, record, step))
 
 
-async def get_sample(reader: RunReader, step: int, ordinal: int, sample: int) -> dict[str, Any]:
+async def get_sample(
+    reader: RunReader, step: int, ordinal: int, sample: int, fate: str, attempt: int | None
+) -> dict[str, Any]:
     """Return one sample with its turns and tokens.
 
     Raises:
@@ -49,34 +54,50 @@ async def get_sample(reader: RunReader, step: int, ordinal: int, sample: int) ->
     if record is None:
         run_id = reader.source.run_id
         raise RecordMissing(run_id, "run", Path(run_id))
-    return await anyio.to_thread.run_sync(partial(read_sample, record, step, ordinal, sample))
+    return await anyio.to_thread.run_sync(
+        partial(read_sample, record, step, ordinal, sample, fate, attempt)
+    )
 
 
 def read_step(record: RolloutRecord, step: int | None = None) -> dict[str, Any]:
-    """Return the groups of a step: rows of samples, and the best, middle and worst of each."""
-    steps = record.list_steps()
+    """Return the groups of a step, with those that were discarded while it was filled.
+
+    Each has rows of its samples, and the best, the middle and the worst answer. The default is the
+    newest step with trained samples.
+    """
+    steps = record.list_steps(discarded=True)
     if not steps:
         return {"steps": [], "step": None}
-    recorded = record.find_step(step)
-    rows = record.read(recorded, _COLUMNS)
+    if step is None:
+        step = max((listed.step for listed in steps if listed.files), default=steps[-1].step)
+    recorded = record.find_step(step, discarded=True)
+    groups: dict[tuple[str, int, int], list[dict[str, Any]]] = defaultdict(list)
+    questions = {}
+    for discarded in (False, True):
+        for row in record.read(recorded, _COLUMNS, discarded=discarded):
+            groups[row["fate"] or TRAINED, row["ordinal"], row["attempt"]].append(row)
+        # The samples of a group share their prompt.
+        columns = ("ordinal", "sample", "prompt")
+        for row in record.read(recorded, columns, sample=0, discarded=discarded):
+            questions[row["ordinal"]] = _format_question(row["prompt"])
+    rows = [row for group in groups.values() for row in group]
     parts = sorted({name for row in rows for name in row["reward_parts"]})
     explorers = sorted({row["explorer"] for row in rows})
     places = {name: place for place, name in enumerate(explorers)}
-    # The samples of a group share their prompt.
-    first_rows = record.read(recorded, ("ordinal", "sample", "prompt"), sample=0)
-    questions = {row["ordinal"]: _format_question(row["prompt"]) for row in first_rows}
-    groups: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        groups[row["ordinal"]].append(row)
+    fates: Counter[str] = Counter()
+    for (fate, *_), group in groups.items():
+        fates[fate] += len(group)
     return {
         "steps": [listed.step for listed in steps],
         "step": recorded.step,
         "epoch": recorded.epoch,
         "parts": parts,
         "explorers": explorers,
+        "fates": fates,
         "groups": [
-            {"question": questions.get(ordinal, "")} | _build_group(group, parts, places)
-            for ordinal, group in groups.items()
+            {"fate": fate, "attempt": attempt, "question": questions.get(ordinal, "")}
+            | _build_group(group, parts, places)
+            for (fate, ordinal, attempt), group in groups.items()
         ],
     }
 
@@ -110,12 +131,31 @@ def _build_group(
     }
 
 
-def read_sample(record: RolloutRecord, step: int, ordinal: int, sample: int) -> dict[str, Any]:
-    """Return one sample as the page of samples shows it."""
-    recorded = record.find_step(step)
-    rows = record.read(recorded, None, ordinal=ordinal)
-    for row in rows:
-        if row["sample"] == sample:
+def read_sample(
+    record: RolloutRecord,
+    step: int,
+    ordinal: int,
+    sample: int,
+    fate: str = TRAINED,
+    attempt: int | None = None,
+) -> dict[str, Any]:
+    """Return one sample as the page of samples shows it.
+
+    Args:
+        record: The record.
+        step: Step that trained on it, or that was being filled when it was discarded.
+        ordinal: Its question.
+        sample: Its number in the group.
+        fate: Its fate.
+        attempt: Attempt of the question; None for any, as a step trains on one of them.
+
+    Raises:
+        RecordMissing: It is not recorded.
+    """
+    is_discarded = fate != TRAINED
+    recorded = record.find_step(step, discarded=is_discarded)
+    for row in record.read(recorded, None, ordinal=ordinal, sample=sample, discarded=is_discarded):
+        if (row["fate"] or TRAINED) == fate and attempt in (None, row["attempt"]):
             return _build_sample(row, recorded)
     raise RecordMissing(record.run_id, "ordinal", record.folder, step=step, ordinal=ordinal)
 
@@ -128,6 +168,7 @@ def _build_sample(row: dict[str, Any], recorded: RecordedStep) -> dict[str, Any]
         **{name: row[name] for name in ("staleness", "is_truncated", "is_redacted", "advantage")},
         "step": recorded.step,
         "epoch": recorded.epoch,
+        "fate": row["fate"] or TRAINED,
         "proof": row["proof"],
         "messages": [
             [
@@ -156,24 +197,30 @@ def _round(numbers: list[float]) -> list[float]:
 
 def read_for_file(record: RolloutRecord) -> dict[str, Any]:
     """Return the newest steps, and the samples of some of their groups, for a file."""
-    steps = record.list_steps()[-FILE_STEPS:]
+    steps = record.list_steps(discarded=True)[-FILE_STEPS:]
     data: dict[str, Any] = {"steps": {}, "samples": {}}
     for recorded in steps:
         page = read_step(record, recorded.step)
         page["steps"] = [listed.step for listed in steps]
         data["steps"][str(recorded.step)] = page
-        for ordinal in _choose_ordinals(page["groups"]):
-            for row in record.read(recorded, None, ordinal=ordinal):
-                name = f"{recorded.step}/{ordinal}/{row['sample']}"
-                data["samples"][name] = _build_sample(row, recorded)
+        chosen = [
+            (group["fate"], group["ordinal"], group["attempt"])
+            for fate in page["fates"]
+            for group in _choose_groups(page["groups"], fate)
+        ]
+        for fate, ordinal, attempt in chosen:
+            for row in record.read(recorded, None, ordinal=ordinal, discarded=fate != TRAINED):
+                if (row["fate"] or TRAINED, row["attempt"]) == (fate, attempt):
+                    name = f"{recorded.step}/{fate}/{ordinal}/{attempt}/{row['sample']}"
+                    data["samples"][name] = _build_sample(row, recorded)
     return data
 
 
-def _choose_ordinals(groups: list[dict[str, Any]]) -> list[int]:
+def _choose_groups(groups: list[dict[str, Any]], fate: str) -> list[dict[str, Any]]:
     def mean(group: dict[str, Any]) -> float:
         return float(sum(sample[1] for sample in group["samples"]) / len(group["samples"]))
 
-    ordered = sorted(groups, key=mean)
-    last, count = len(ordered) - 1, min(len(ordered), FILE_GROUPS)
-    places = {place * last // max(count - 1, 1) for place in range(count)}
-    return sorted(ordered[place]["ordinal"] for place in places)
+    ordered = sorted((group for group in groups if group["fate"] == fate), key=mean)
+    count = min(len(ordered), FILE_GROUPS if fate == TRAINED else FILE_DISCARDED)
+    places = {place * (len(ordered) - 1) // max(count - 1, 1) for place in range(count)}
+    return [ordered[place] for place in sorted(places)]

@@ -98,13 +98,17 @@ class RolloutRecord:
             if (superseded or step.is_current) and (step.files or discarded)
         ]
 
-    def find_step(self, step: int | None = None) -> RecordedStep:
+    def find_step(self, step: int | None = None, *, discarded: bool = False) -> RecordedStep:
         """Return a current step, by default the newest one.
+
+        Args:
+            step: The step.
+            discarded: Include steps that have discarded answers alone.
 
         Raises:
             RecordMissing: It is not recorded.
         """
-        steps = self.list_steps()
+        steps = self.list_steps(discarded=discarded)
         if not steps:
             raise RecordMissing(self.run_id, "run", self.folder)
         # From the newest: a folder may have one step of several epochs.

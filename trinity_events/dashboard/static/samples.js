@@ -23,7 +23,18 @@ const ORDERS = {
   "by number": (group) => group.ordinal,
 };
 const chosen = { step: null, shade: "logprob", order: "best first" };
-const filters = { part: "", least: "", most: "", shortest: "", longest: "", explorer: "", cut: "" };
+const TRAINED = "trained";
+const DISCARDED = "discarded"; // all fates of answers that no step trained on
+const filters = {
+  fate: TRAINED,
+  part: "",
+  least: "",
+  most: "",
+  shortest: "",
+  longest: "",
+  explorer: "",
+  cut: "",
+};
 
 export function samplesPage(source, run) {
   const page = h("div", { class: "samples" });
@@ -131,6 +142,7 @@ function toolbar(found, again, show) {
       chosen.shade = value;
       show();
     }),
+    choice("Fate", fatesOf(found), filters.fate, filter("fate")),
     choice(
       "Reward or part",
       [["", "reward"], ...plain(found.parts)],
@@ -160,6 +172,26 @@ function toolbar(found, again, show) {
   );
 }
 
+// Returns the fates of a step with their numbers of samples, those of discarded answers last.
+function fatesOf(found) {
+  const fates = Object.keys(found.fates).filter((one) => one !== TRAINED);
+  const total = (names) => names.reduce((sum, one) => sum + (found.fates[one] ?? 0), 0);
+  const discarded = total(fates);
+  const named = [TRAINED, ...fates.sort(byName)].map((one) => [one, `${one} (${total([one])})`]);
+  if (![TRAINED, DISCARDED, ""].includes(filters.fate) && !(filters.fate in found.fates))
+    named.push([filters.fate, `${filters.fate} (0)`]);
+  return [
+    ...named,
+    [DISCARDED, `all discarded (${discarded})`],
+    ["", `all (${discarded + total([TRAINED])})`],
+  ];
+}
+
+function hasFate(group) {
+  if (filters.fate === DISCARDED) return group.fate !== TRAINED;
+  return !filters.fate || group.fate === filters.fate;
+}
+
 // Returns true if a sample passes the filters.
 function passes(found) {
   const part = found.parts.indexOf(filters.part);
@@ -185,6 +217,7 @@ function passes(found) {
 function showGroups(found, list, summary, source, run) {
   const pass = passes(found);
   const groups = found.groups
+    .filter(hasFate)
     .map((group) => {
       const shown = group.samples.filter(pass);
       const rewards = shown.map((one) => one[1]);
@@ -202,8 +235,9 @@ function showGroups(found, list, summary, source, run) {
   groups.sort((one, other) => key(one) - key(other) || one.ordinal - other.ordinal);
   const samples = groups.reduce((sum, group) => sum + group.shown.length, 0);
   const total = groups.reduce((sum, group) => sum + group.mean * group.shown.length, 0);
+  const questions = new Set(groups.map((group) => group.ordinal)).size;
   summary.textContent =
-    `${plural(samples, "sample")} of ${plural(groups.length, "question")}, ` +
+    `${plural(samples, "sample")} of ${plural(questions, "question")}, ` +
     `mean reward ${samples ? figure(total / samples) : "–"}, epoch ${found.epoch}`;
   const add = (from) => {
     list.querySelector(".more")?.remove();
@@ -216,7 +250,9 @@ function showGroups(found, list, summary, source, run) {
   };
   list.replaceChildren();
   if (groups.length) add(0);
-  else list.append(empty("No sample passes the filters."));
+  else if (Object.values(filters).filter(Boolean).length > 1 || !filters.fate)
+    list.append(empty("No sample passes the filters."));
+  else list.append(empty(`No sample of this step is ${filters.fate}.`));
 }
 
 function groupRow(group, found, source, run) {
@@ -238,6 +274,7 @@ function groupRow(group, found, source, run) {
       "summary",
       {},
       h("span", { class: "strong" }, `Question ${count(group.ordinal)}`),
+      group.fate === TRAINED ? null : h("span", { class: "fate" }, group.fate),
       group.set ? h("span", { class: "muted" }, ` ${group.set}`) : null,
       h(
         "span",
@@ -279,7 +316,8 @@ function fillGroup(group, found, source, run, body) {
     for (const one of buttons) one.classList.toggle("on", one === button);
     let view;
     try {
-      const query = { step: found.step, ordinal: group.ordinal, sample };
+      const { fate, ordinal, attempt } = group;
+      const query = { step: found.step, fate, ordinal, attempt, sample };
       view = sampleView(await source.of(run, "sample", query));
     } catch (error) {
       view = h("p", { class: "callout" }, error.message);
@@ -300,6 +338,7 @@ function sampleView(one) {
   const parts = Object.entries(one.reward_parts).map(([name, value]) => `${name} ${figure(value)}`);
   const facts = [
     `reward ${figure(one.reward)}${parts.length ? ` (${parts.join(", ")})` : ""}`,
+    one.fate === TRAINED ? null : one.fate,
     one.advantage === null ? null : `advantage ${figure(one.advantage)}`,
     `staleness ${one.staleness}`,
     `by ${one.explorer}${one.attempt > 1 ? `, attempt ${one.attempt}` : ""}`,

@@ -151,12 +151,14 @@ class FileSource {
   // Samples are of the newest recorded steps, and tokens of the best, middle and worst groups.
   _samples({ step }) {
     const steps = this.data.record?.steps ?? {};
-    const newest = Math.max(...Object.keys(steps).map(Number));
+    const all = Object.keys(steps).map(Number);
+    const trained = all.filter((one) => steps[one].fates.trained);
+    const newest = Math.max(...(trained.length ? trained : all));
     return steps[step ?? newest] ?? { steps: [], step: null };
   }
 
-  _sample({ step, ordinal, sample }) {
-    return this.data.record?.samples[`${step}/${ordinal}/${sample}`];
+  _sample({ step, fate, ordinal, attempt, sample }) {
+    return this.data.record?.samples[`${step}/${fate}/${ordinal}/${attempt}/${sample}`];
   }
 
   numberOf(entry) {
