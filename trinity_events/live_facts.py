@@ -80,6 +80,7 @@ async def _groups(
     if not await connection.exists(key):
         return []
     end, groups = await log.last_id(stream), []
+    # Bounded, as each group costs two more requests.
     for info in (await connection.xinfo_groups(key))[:_GROUPS]:
         waiting = await connection.xpending(key, info["name"])
         members = await connection.xinfo_consumers(key, info["name"])
@@ -90,6 +91,7 @@ async def _groups(
             GroupLag(
                 stream=stream.value,
                 name=_text(info["name"]),
+                # The one that creates a group is no reader of it.
                 members=sum(member["name"] != FIRST_MEMBER.encode() for member in members),
                 pending=info["pending"],
                 last_delivered=delivered,
@@ -120,6 +122,7 @@ async def _heard(log: RedisEventLog) -> dict[str, int]:
     for entry in await log.read_back(limit=_HEARD):
         with suppress(ContractError):
             producer = decode_entry(log.run_id, entry.payload, decode).producer
+            # The newest entry comes first.
             heard.setdefault(format_producer(producer), position(entry.id)[0])
     return heard
 
@@ -128,6 +131,7 @@ async def _readers(
     client: redis.asyncio.Redis, log: RedisEventLog, now: int
 ) -> tuple[CheckpointReader, ...]:
     """Return the readers that hold checkpoints."""
+    # A score is the time at which a hold ends.
     members: list[Any] = await client.zrangebyscore(log.keys.holds, now, "+inf")
     pairs = (member.decode(errors="replace").partition(" ") for member in members)
     return tuple(

@@ -30,6 +30,7 @@ async def abandoned_since(
     if state.closed is not None or state.opened_at is None:
         return None
     log = RedisEventLog(client, state.run_id)
+    # Announcements too: a reducer that has just announced something is alive.
     last = max([position(await log.last_id(stream))[0] for stream in Stream])
     # An entry far ahead of the clock has an id that its writer chose, and shows no arrival time.
     if abs(await server_clock(client, log.keys.events) - last) < silence * 1000:

@@ -106,6 +106,7 @@ async def read_all(
     log: EventLog, stream: Stream = Stream.EVENTS, after: str = ORIGIN
 ) -> AsyncIterator[Entry]:
     """Yield every entry between a position and the current end of a stream, oldest first."""
+    # Up to the end of now: a busy run appends faster than a slow reader reads.
     end, page = await log.last_id(stream), PageSize(page_of(stream))
     while entries := await log.read(after, stream=stream, through=end, limit=page.limit):
         page.learn(entries)
@@ -172,6 +173,7 @@ async def load_monitor(
     monitor = Monitor(await _load_state(log, snapshot, through, archived))
     state, silent, decode = monitor.state, Work(), EnvelopeReader().decode
     page = page or PageSize(PAGE)
+    # A snapshot may be of a later entry than a log that lost its end.
     began = min(state.position, through, key=position)
     while position(state.position) < position(through):
         entries = await log.read(state.position, through=through, limit=page.limit)
@@ -262,6 +264,7 @@ def _refold(archived: Archived, run_id: str, reached: str) -> MonitorState:
         if position(entry.id) > position(reached):
             break
         monitor.fold([entry], decode)
+        # A thread cannot be cancelled; it has to ask.
         if number % TURN == 0:
             anyio.from_thread.check_cancelled()
     return monitor.state
@@ -307,6 +310,7 @@ def fold_one(monitor: Monitor, entry: Entry, decode: Decode = decode_envelope) -
     try:
         envelope = decode_entry(monitor.state.run_id, entry.payload, decode)
     except ContractError as error:
+        # A dead letter counts as folded, or replay and reducer would have other positions.
         monitor.set_aside(entry.id, error)
         return Folded(entry, None, [], str(error))
     return Folded(entry, envelope, monitor.apply(entry.id, envelope))
@@ -333,6 +337,7 @@ class Replay:
         self._decode = EnvelopeReader().decode
         self._until_id = self._until_step = None
         if until is not None:
+            # A step has digits alone, and an entry id a dash.
             if until.isascii() and until.isdigit():
                 self._until_step = int(until)
             else:
@@ -356,6 +361,7 @@ class Replay:
         for entry in entries:
             if not self.wants_more:
                 break
+            # An id of a stream is a time: no entry needs to have exactly this one.
             if self._until_id is not None and position(entry.id) > position(self._until_id):
                 self.finished = True
                 break

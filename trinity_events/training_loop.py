@@ -1,4 +1,10 @@
-"""One object for each rank of a training loop: its run, its saves and its weights."""
+"""One object for each rank of a training loop: its run, its saves and its weights.
+
+1. All ranks work in the epoch that rank 0 has opened, or all of them raise.
+2. The run is closed as finished once the saves of every rank have ended well, and else as failed.
+3. A rank that ends with an error waits for no other rank: they may be dead, or in a collective.
+4. Ranks exchange bytes of a fixed length, and unpickle nothing.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +33,7 @@ from .system.error_text import format_cause
 from .weights import Synchronizer
 
 _MESSAGE_BYTES = 512
-"""Bytes of a message from rank 0 to the others."""
+"""Bytes of a message from rank 0, whose length all ranks must know; a longer one is cut."""
 _SERVED = 60.0
 """Seconds that a trainer waits by default for explorers to serve a version."""
 
@@ -166,6 +172,7 @@ class TrainingLoop:
         if exits is None:
             return
         if error is not None:
+            # Invariant 3; what fails here follows from the error.
             with suppress(Exception), exits:
                 pass
             self._run.close(error)
@@ -227,6 +234,7 @@ class TrainingLoop:
         format: :meth:`staged_folder`, :attr:`saves` and :meth:`commit_checkpoint`.
         """
         path = self.staged_folder(step) / f"{name}_rank_{self.rank}.pt"
+        # Training changes the tensors while the thread writes.
         copy = tree_map_only(
             torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state
         )
@@ -255,6 +263,7 @@ class TrainingLoop:
         applied = blocking.subscribe(
             self.run_id,
             WeightsApplied,
+            # An explorer may have applied it before the trainer waits.
             start="beginning",
             deadline=deadline,
             redis_url=self._redis_url,
@@ -264,6 +273,7 @@ class TrainingLoop:
                 while len(served) < explorers:
                     event = next(events)
                     if event.version == StepRef(self.epoch, step):
+                        # A set: an explorer that started again applies a version twice.
                         served.add(event.envelope.producer.rank)
             except DeadlineExceeded as error:
                 raise replace(
@@ -275,6 +285,7 @@ class TrainingLoop:
     def _from_rank_0(self, text: str, error: Exception | None = None) -> str:
         """Return rank 0's text on every rank, or raise its error. Collective; without pickle."""
         if self.ranks > 1:
+            # Neither an epoch nor a folder begins with this mark.
             payload = text if error is None else f"!{format_cause(error)}"
             message = torch.frombuffer(
                 bytearray(payload.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")),
@@ -292,6 +303,7 @@ class TrainingLoop:
         """Raise on every rank if any failed. Collective."""
         failed = 0
         if self.ranks > 1:
+            # (), the number of failed ranks once it is reduced.
             mine = torch.tensor(int(error is not None), device=self._device)
             dist.all_reduce(mine, group=self._group)
             failed = int(mine)

@@ -67,6 +67,8 @@ async def test_a_rank_saves_its_state_as_it_was_and_an_explorer_follows_what_is_
 
 
 async def test_a_failed_save_fails_the_run(log, run_id, redis_url, tmp_path):
+    """Invariant 2."""
+
     def fails():
         raise OSError("no space left")
 
@@ -83,6 +85,7 @@ async def test_a_failed_save_fails_the_run(log, run_id, redis_url, tmp_path):
 async def test_a_callback_closes_with_the_error_that_ended_training(
     log, run_id, redis_url, tmp_path
 ):
+    """Invariant 3."""
     loop = TrainingLoop(run_id, tmp_path, redis_url=redis_url).open()
     loop.close(ValueError("no reward"))
     assert await closed(log) == ("failed", "ValueError: no reward")

@@ -67,6 +67,8 @@ _MODULES = {
 """Modules that an engine of the trainer needs."""
 
 
+# veRL pins versions that this project does not share, so that it comes without its dependencies
+# (decision 20).
 _VERL_WAYS = {
     "verl": "pip install 'trinity-events[verl]', then verl with --no-deps",
     "verl-megatron": "pip install 'trinity-events[verl]', then verl with --no-deps and "
@@ -182,6 +184,7 @@ class _RequestedRun(Struct, kw_only=True):
 
     run_id: str
     alone: bool
+    """True if the command starts the reducer and the explorers too."""
     ray_address: str | None = None
 
 
@@ -226,6 +229,7 @@ class _ResultPrinter:
 
     def failed(self, error: BaseException, outcome: Outcome = "failed") -> None:
         """Print as JSON why there is no summary, unless one was printed."""
+        # Standard output has one document, whatever ends the run.
         if self._as_json and not self._has_printed:
             failure = RunFailure(run_id=self._run_id, outcome=outcome, error=format_cause(error))
             self._has_printed = True
@@ -308,6 +312,7 @@ def _reach(redis_url: str | None, weights_redis_url: str | None) -> None:
     """Raise an error for given servers that do not respond; embedded ones are started later."""
     for url, setting in ((redis_url, LOG_SERVER), (weights_redis_url, WEIGHTS_SERVER)):
         if url:
+            # Before anything is loaded, which takes seconds.
             with connect_sync(url, setting=setting):
                 pass
 
@@ -316,6 +321,7 @@ def _with_options(*, settings: bool) -> Callable[[Callable[..., None]], Callable
     """Replace the command's ``**options`` by those of its place, and of the shipped file."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        # typer reads a command's signature; `**options` stands for fields of two types.
         own = [
             parameter
             for parameter in signature(command, eval_str=True).parameters.values()
@@ -376,6 +382,7 @@ def train(
 
     Example: trinity-events train grpo.yaml --parts trainer --redis-url redis://localhost:6379
     """
+    # The shipped file has no name of a run.
     if file is None and run is None:
         raise CommandRefused("run")
     place = _RunOptions(**options)
@@ -443,6 +450,7 @@ def _find_mistakes(
             return None
 
     root = attempt(lambda: writable_root(_resolve_root(place.root, config)))
+    # One at a time, so that both are reported.
     attempt(_reach, place.redis_url, None)
     attempt(_reach, None, place.weights_redis_url)
     attempt(partial(_require_for_engine, config, alone=alone))
@@ -483,6 +491,7 @@ def trainer(run: Run, **options: Any) -> None:
     _launch(_RequestedRun(run_id=run, alone=False), _RunOptions(**place), reading.checked)
 
 
+# As PEP 702 marks it: the list of commands leaves it out.
 trainer.__deprecated__ = "train --parts trainer"  # type: ignore[attr-defined]
 
 
@@ -703,6 +712,7 @@ def evaluate(
         new_run_id,
     )
 
+    # A name of a set has no equals sign (evaluation/settings.py).
     names = [text for text in sets or () if "=" not in text]
     given = [typed_setting(text) for text in sets or () if "=" in text]
     config = read_config(file, given).checked()

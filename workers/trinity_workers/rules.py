@@ -89,6 +89,7 @@ class Values:
         for key in path.split("."):
             if isinstance(value, dict):
                 value = value[self.section if key == NAME else key]
+                # A section that a user names has the defaults of its type: no run begins with it.
                 default = type(value)()
             else:
                 value, default = getattr(value, key), getattr(default, key)
@@ -231,6 +232,7 @@ class OnlyWhen:
         if self.condition.is_met(values):
             return
         paths = [path for path in self.paths if values.is_changed(path)]
+        # One sentence for a setting: the first rule that finds it without effect names the cause.
         paths = [path for path in paths if values.actual(path) not in values.without_effect]
         if not paths:
             return

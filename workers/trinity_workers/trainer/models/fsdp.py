@@ -58,6 +58,7 @@ def load_models(
         lora = config.model.lora
         policy = FSDPEngine(
             folder,
+            # A policy that only answers has no optimizer.
             learning_rate=policy_rate(config) if "policy" in names else None,
             load=policy_loader(lora, config.seed) if lora.rank else None,
             offload=trainer.policy_offload,
@@ -110,6 +111,7 @@ class AdaptedBase:
 
     def __call__(self, **inputs: Any) -> Any:
         """Compute as the model does without its adapters, and without gradients. Collective."""
+        # The adapters are parts of the one module that both share.
         with self._engine.without_adapters():
             return self._engine.module(**inputs)
 

@@ -74,6 +74,7 @@ def load_models(
             model=model_options(config, trainer.critic_offload),
             **common,
         )
+    # From here on frozen models, which are offloaded by the settings of the reference.
     common["model"] = model_options(config, trainer.reference_offload)
     reference = MegatronEngine(folder, **common) if "reference" in names else None
     teacher = judge = None
@@ -99,6 +100,7 @@ def model_options(config: RunConfig, offload: Offload | FrozenOffload) -> ModelO
         fused_loss=config.trainer.fused_loss,
         recompute=config.trainer.recompute,
         offload=offload,
+        # As every wait of the run: a rank that died ends the collectives of the others within it.
         timeout=timedelta(seconds=config.sync.timeout),
     )
 

@@ -35,6 +35,7 @@ def critic_rate(config: RunConfig) -> LearningRate:
 
 def _rate(config: RunConfig, highest: float, steps: int) -> LearningRate:
     """Return a learning rate over training steps, each of which has several optimizer steps."""
+    # Settings count training steps, and optimizers their updates.
     updates = config.algorithm.updates
     return LearningRate(
         highest=highest,

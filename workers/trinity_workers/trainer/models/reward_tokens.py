@@ -22,6 +22,7 @@ def reward_tokens(config: RunConfig, folder: Path) -> RewardTokens:
         TaskError: if the reward model reads chats, and the run's task cannot be loaded.
     """
     own = reward_tokenizer(folder)
+    # A chat is built from the question; other reward models read the policy's text as it is.
     questions = task_of(config).question if own.chat_template else None
     return RewardTokens(
         load_tokenizer(config.model_folder), own, questions, config.rollouts.chat_template_kwargs

@@ -43,6 +43,8 @@ class VerlTrainingStep(FSDPTrainingStep):
         settings, means = self._settings, list[Means]()
 
         def loss(part: Batch, current: TokenStatistics) -> Tensor:
+            # A loss of the user's may raise on one rank, while the others wait in the next
+            # collective.
             with together() if settings.has_own_loss else nullcontext():
                 update = self._policy_loss(current, part)
             means.append(update.means())
@@ -62,6 +64,7 @@ def make_step(
 ) -> VerlTrainingStep:
     """Load models, as :func:`.load_models`, and return the step that computes with them."""
     names = needed_models(config) if names is None else names
+    # Without the policy, which veRL's engine loads.
     models = load_models(config, device, [name for name in names if name != "policy"])
     if "policy" in names:
         models = models._replace(policy=_policy(config, device))
