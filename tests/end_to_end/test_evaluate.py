@@ -16,7 +16,9 @@ from tests.support.run_processes import small_run
 from tests.support.saved_checkpoints import ready_checkpoints
 from tests.support.sessions import kill_session
 from tests.support.waits import PATIENCE, wait_until
+from trinity_events.system.open_folder import partial_folder
 from trinity_schemas import EvaluationFinished
+from trinity_workers.launch.evaluate import TEMPORARY
 
 pytestmark = [pytest.mark.processes, pytest.mark.heavy, pytest.mark.timeout(900)]
 
@@ -68,7 +70,12 @@ def test_a_model_is_evaluated_on_the_sets_that_are_named(processes, config, poli
     """Also of one that fails, which decides the exit code."""
     chosen = ("--set", "said", "--set", "broken", "--set", "evaluation.sets.said.count=4")
     words = ("evaluate", str(config), "--checkpoint", str(policy_folder), *chosen, "--json")
-    done = run_command(processes, *words)
+    # The folder of another evaluation that lives, and one that a killed evaluation has left.
+    abandoned = processes.folder / f".{TEMPORARY}.{'0' * 16}.part"
+    with partial_folder(processes.folder / TEMPORARY) as living:
+        abandoned.mkdir()
+        done = run_command(processes, *words)
+        assert [*processes.folder.glob(f".{TEMPORARY}.*")] == [living]
     assert done.returncode == 1, done.stderr
     evaluation = json.loads(done.stdout)
     assert "sets" in evaluation, evaluation
@@ -78,7 +85,6 @@ def test_a_model_is_evaluated_on_the_sets_that_are_named(processes, config, poli
     assert metrics["mean_low"] < metrics["mean"] < metrics["mean_high"]
     assert failed["metrics"] == {} and "no such question" in failed["error"]
     assert evaluation["checkpoint"] == str(policy_folder)
-    assert [*processes.folder.glob(".evaluate-*")] == []
 
 
 @pytest.mark.nightly(

@@ -4,7 +4,9 @@
 2. A checkpoint is compared with its manifest before anything of it is read.
 3. Weights travel and are proven as in training, and questions and seeds are those of the
    configuration. A deterministic engine gives the result that the training run had of them.
-4. An evaluation that failed, or that has no questions, has a sentence in the place of its metrics.
+4. Converted weights are below the root in a locked folder, which the next evaluation removes if
+   this one is killed.
+5. An evaluation that failed, or that has no questions, has a sentence in the place of its metrics.
 """
 
 from __future__ import annotations
@@ -12,11 +14,9 @@ from __future__ import annotations
 import re
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import anyio
@@ -27,6 +27,7 @@ from rich.table import Table
 
 from trinity_events.checkpoints.layout import final_name
 from trinity_events.errors import TrinityError
+from trinity_events.system.open_folder import partial_folder
 from trinity_events.views.learning import format_seconds
 
 from ..algorithms.settings import AlgorithmConfig
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 _STEP = re.compile(r"(?P<run>[^/]+)/(?P<step>\d{1,12})")
 _ENDS = ("_low", "_high")
+TEMPORARY = "evaluate"
+"""Name of the folder of converted weights; that of a killed evaluation is removed by the next."""
 
 
 class EvaluationRefused(TrinityError):
@@ -174,7 +177,9 @@ async def evaluate_checkpoint(checkpoint: Path, options: LaunchOptions) -> Check
     from .launcher import run_job
 
     results: dict[str, EvaluationResults] = {}
-    with _temporary_folder(options.checkpoint_root) as temporary:
+    # Below the root, which all hosts of a run share.
+    options.checkpoint_root.mkdir(parents=True, exist_ok=True)
+    with partial_folder(options.checkpoint_root / TEMPORARY) as temporary:
         folder = await _to_huggingface(checkpoint, temporary / "model", options)
         settings = options.settings.replaced("model", path=str(folder), lora=LoraConfig())
         await run_job(
@@ -199,14 +204,6 @@ def _get_result(name: str, results: EvaluationResults | None) -> SetResult:
         seconds=results.seconds,
         error=results.reason,
     )
-
-
-@contextmanager
-def _temporary_folder(root: Path) -> Iterator[Path]:
-    """Yield a folder below the root, which all hosts of a run share, until the block ends."""
-    root.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".evaluate-", dir=root) as folder:
-        yield Path(folder)
 
 
 async def _to_huggingface(checkpoint: Path, target: Path, options: LaunchOptions) -> Path:
