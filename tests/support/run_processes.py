@@ -14,6 +14,7 @@ from typing import Any
 import redis
 
 from tests.support.pipeline import OUTCOMES
+from tests.support.sessions import find_process
 from tests.support.waits import PATIENCE, wait_until
 from trinity_events.log import position
 from trinity_events.server import connect_sync
@@ -166,15 +167,7 @@ class TrainRun:
 
     def actor(self, name: str) -> int:
         """Return the process id of one of its Ray actors."""
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                session = int((path / "stat").read_text().rpartition(")")[2].split()[3])
-                command = (path / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if session == self.process.pid and command.startswith(f"ray::{name}".encode()):
-                return int(path.name)
-        raise AssertionError(f"{name} is not there")
+        return find_process(self.process.pid, f"ray::{name}".encode())
 
     def ended(self) -> tuple[int, str, str]:
         """Wait for its end; return its status, its output, and the lines of its progress."""

@@ -20,6 +20,27 @@ def session_members(session: int) -> list[int]:
     return members
 
 
+def find_process(session: int, *words: bytes) -> int:
+    """Return the process of a session whose command line contains one of these words.
+
+    Raises:
+        AssertionError: There is no such process, or more than one.
+    """
+    commands = {member: _read_command(member) for member in session_members(session)}
+    matching = [
+        member for member, command in commands.items() if any(word in command for word in words)
+    ]
+    assert len(matching) == 1, (words, matching, commands)
+    return matching[0]
+
+
+def _read_command(process: int) -> bytes:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:  # it has ended since
+        return b""
+
+
 def kill_session(session: int) -> None:
     """Kill every process of a session at once."""
     for member in session_members(session):

@@ -13,10 +13,10 @@ SECONDS = 0.6
 
 
 def report(what: bytes) -> None:
-    """Send a report, unless nothing receives it."""
+    """Send a report with this process's id, unless nothing receives it."""
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender,
         suppress(OSError),  # the test has ended, or receives no more
     ):
         sender.setblocking(False)
-        sender.sendto(what, os.environ[REPORTS])
+        sender.sendto(b"%s %d" % (what, os.getpid()), os.environ[REPORTS])

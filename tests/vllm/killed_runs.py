@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.matrix.matrix_run import started
-from tests.support.sessions import session_members
+from tests.support.sessions import find_process, session_members
 from tests.support.style_properties import serving_faults
 from tests.support.update_reports import EXTENSION, REPORTS, SECONDS
 from tests.support.vllm_server import VLLMServer
@@ -240,16 +240,17 @@ class KilledVLLMRun:
         """
         self._drain()
         for _ in range(updates):
-            self._wait_for(b"begun")
-        process = None if victim == "server" else self._find(victim)
+            updating = self._wait_for_update()
+        process = None if victim == "server" else self._find(victim, updating)
         time.sleep(delay)
+        while any(b"ended" in report for report in self._drain()):  # on a loaded machine
+            self._wait_for_update()
         if process is None:
             assert self.server is not None
             self.server.kill()
             self.server.start()
         else:
             os.kill(process, signal.SIGKILL)
-        assert b"ended" not in self._drain(), f"the update had ended before {victim} was killed"
         if victim == "trainer":
             training = self._training
             assert training is not None
@@ -281,31 +282,29 @@ class KilledVLLMRun:
             *Oracle(self._model, recorder.versions, self._mode).find_faults(recorder.answers),
         ]
 
-    def _find(self, victim: str) -> int:
-        """Return the process id of a part of the run."""
-        names = {"core": b"EngineCore", "explorer": b"ray::Explorer", "trainer": b"ray::Trainer"}
+    def _find(self, victim: str, updating: int) -> int:
+        """Return the process id of a part of the run; the core is the process that updates."""
         assert self._training is not None
-        matching = [
-            member
-            for member in session_members(self._training.pid)
-            if names[victim] in Path(f"/proc/{member}/cmdline").read_bytes()
-        ]
-        assert len(matching) == 1, (victim, matching)
-        return matching[0]
+        if victim == "core":
+            return updating
+        return find_process(self._training.pid, b"ray::" + victim.capitalize().encode())
 
-    def _wait_for(self, report: bytes) -> None:
+    def _wait_for_update(self) -> int:
+        """Wait until an update begins; return the process id of the core that makes it."""
         give_up = time.monotonic() + DEADLINE
         while True:
             readable, _, _ = select.select([self._reports], [], [], 1.0)
-            if readable and self._reports.recv(16) == report:
-                return
+            if readable:
+                what, process = self._reports.recv(32).split()
+                if what == b"begun":
+                    return int(process)
             assert self._training is not None and self._training.poll() is None, self._tail()
             assert time.monotonic() < give_up, f"no update comes: {self._tail()}"
 
     def _drain(self) -> list[bytes]:
         reports = []
         while select.select([self._reports], [], [], 0)[0]:
-            reports.append(self._reports.recv(16))
+            reports.append(self._reports.recv(32))
         return reports
 
     def _tail(self) -> str:

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ pytest.importorskip("torch")
 from tests.matrix.combinations import combinations
 from tests.matrix.matrix_run import DEADLINE, ENGINE_SETTINGS, REWARD, perform, started
 from tests.support.run_processes import small_run
-from tests.support.sessions import session_members
+from tests.support.sessions import find_process, session_members
 from tests.support.vllm_policies import create_vllm_policy
 from tests.support.waits import wait_until
 from tests.support.whole_logs import ledger_faults, whole_log
@@ -95,13 +94,12 @@ def test_killed_cores_end_or_restart_their_explorers_within_seconds(
 
 
 def find_core(session):
-    """Return the process of vLLM's core in a session."""
-    [core] = [
-        process
-        for process in session_members(session)
-        if b"EngineCore" in Path(f"/proc/{process}/cmdline").read_bytes()
-    ]
-    return core
+    """Return the process of vLLM's core in a session.
+
+    It keeps the command line of a spawned process where setproctitle, which says nothing then,
+    cannot change it: the first variable of its environment was set again.
+    """
+    return find_process(session, b"EngineCore", b"spawn_main")
 
 
 def kill(process, ended):
