@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
@@ -56,7 +57,7 @@ Stands = Callable[[StepRef], bool]
 """Returns True if the lineage of a run holds a weight version."""
 
 
-class AnswerGroup(Struct, frozen=True, kw_only=True):
+class AnswerGroup(Struct, frozen=True, kw_only=True, dict=True):
     """All samples of one ordinal, in order, with the ids of their entries.
 
     The samples are references if their explorer wrote the tokens into a payload.
@@ -80,7 +81,8 @@ class AnswerGroup(Struct, frozen=True, kw_only=True):
         """Tokens that the policy sampled for it."""
         return sum(map(count_sampled, self.experiences))
 
-    @property
+    # Once: each arrival compares those of all groups, 512 of them in a step of 4,096 samples.
+    @cached_property
     def oldest_step(self) -> int:
         """Step of the oldest version that sampled one of its tokens."""
         return min(experience.oldest_version.step for experience in self.experiences)
