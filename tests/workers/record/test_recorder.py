@@ -19,10 +19,11 @@ from tests.support.experiences import group, make_groups
 from tests.support.waits import PATIENCE
 from trinity_events.diagnostics.waits import NO_REPORTS
 from trinity_events.record.columns import SUMMARY_COLUMNS
-from trinity_events.record.files import RECORD
+from trinity_events.record.files import RECORD, list_names, parse_file_name
 from trinity_events.record.reader import RecordMissing, RolloutRecord
 from trinity_schemas import StepRef
 from trinity_workers.algorithms.collate import collate
+from trinity_workers.record.messages import StepRows, WriterSettings
 from trinity_workers.record.recorder import (
     QUEUE_BYTES,
     RecordCounts,
@@ -30,6 +31,7 @@ from trinity_workers.record.recorder import (
     RolloutRecorder,
     choose_groups,
 )
+from trinity_workers.record.writer import RecordWriter
 
 pytestmark = pytest.mark.processes
 
@@ -104,6 +106,32 @@ def test_the_oldest_steps_are_removed_first_and_counted(record, run_id):
     assert recorder.counts.removed_steps == 2
     with raises(RecordMissing, fault="step", step=1, recorded=(3, 4)):
         reader.find_step(1)
+
+
+def test_a_step_of_discarded_answers_in_several_files_counts_as_one(
+    run_id, tmp_path, policy_folder
+):
+    settings = WriterSettings(
+        run_id=run_id,
+        epoch=1,
+        resumed_step=0,
+        folder=str(tmp_path),
+        model_folder=str(policy_folder),
+        rank=None,
+        ranks=1,
+        max_bytes=1 << 30,
+        max_steps=2,
+    )
+    writer = RecordWriter(settings)
+    [samples] = make_groups(run_id, 1, count=1)
+    rows = [msgspec.msgpack.encode(sample) for sample in samples]
+    removed = [
+        writer.write(StepRows(step=step, experiences=rows)).removed
+        for step in (1, 1, 2, 1, 2, 3, 3, 4)
+    ]
+    assert removed == [(), (), (), (), (), (1,), (), (2,)]
+    files = [parse_file_name(name) for name in list_names(tmp_path)]
+    assert sorted(file.step for file in files if file is not None) == [3, 3, 4]
 
 
 def test_the_newest_step_stays_whatever_its_bytes_are(record, run_id):

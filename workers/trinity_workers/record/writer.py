@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -273,16 +274,21 @@ class RecordWriter:
         own = sorted(self._list_own())
         sizes = {file: (self._folder / file.name).stat().st_size for file in own}
         total = sum(sizes.values())
-        steps = len({(file.epoch, file.step) for file in own})
-        removed = []
+        # Answers that no step trained on are in several files of one step.
+        file_counts = Counter((file.epoch, file.step) for file in own)
+        removed: dict[tuple[int, int], int] = {}
         # The newest one stays, whatever its size.
         for file in own[:-1]:
-            if total <= settings.max_bytes and steps <= settings.max_steps:
+            if total <= settings.max_bytes and len(file_counts) <= settings.max_steps:
                 break
+            step = file.epoch, file.step
             (self._folder / file.name).unlink(missing_ok=True)
-            total, steps = total - sizes[file], steps - 1
-            removed.append(file.step)
-        return removed
+            total -= sizes[file]
+            removed[step] = file.step
+            file_counts[step] -= 1
+            if not file_counts[step]:
+                del file_counts[step]
+        return list(removed.values())
 
     def _list_own(self) -> Iterable[RecordFile]:
         for name in list_names(self._folder):
