@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Literal
 
 import msgspec
@@ -415,10 +416,10 @@ class ExperienceReference(ExperienceHeader, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        versions = [version for version, _ in self.versions]
         sampled = sum(count for _, count in self.versions)
+        are_ordered = all(older < newer for (older, _), (newer, _) in pairwise(self.versions))
         # A prompt has at least one token, which no version sampled.
-        if sampled >= self.tokens or versions != sorted(set(versions)):
+        if sampled >= self.tokens or not are_ordered:
             raise ExperienceContradiction("versions", self.sample, self.samples)
 
     @property
@@ -430,6 +431,11 @@ class ExperienceReference(ExperienceHeader, frozen=True, kw_only=True):
     def version_tokens(self) -> dict[StepRef, int]:
         """Number of sampled tokens of each weight version, from the oldest version on."""
         return dict(self.versions)
+
+    @property
+    def oldest_version(self) -> StepRef:
+        """Return the oldest weight version that sampled one of its tokens."""
+        return self.versions[0][0]
 
     def with_turns(self, turns: list[Turn]) -> Experience:
         """Return the sample with its turns.
