@@ -305,6 +305,44 @@ def test_a_dead_explorer_costs_its_time_and_what_it_had_under_way():
     assert "explorer-3 on host-3 died" in "\n".join(format_waste(goodput))
 
 
+def test_services_are_counted_and_what_no_report_has_is_named():
+    run = Run(explorers=1, ranks=1)
+    opened = run.now
+    writer = Process("writer", 0, 1, opened, "waiting-samples", cores=0)
+    server = Process("log-server", 0, 1, opened - 1.0, "idle", cores=0)
+    # Reducers that stand by share a name, and are older than the epoch.
+    ended, standing = (
+        Process("standby", 0, 1, opened - age, "standing-by", cores=0) for age in (500.0, 900.0)
+    )
+    for _ in range(10):
+        play(run, 2)
+        writer.work(("writing", 1.0), ("waiting-samples", run.now - writer.time - 1.0))
+        server.work(("serving", run.now - server.time))
+        standing.work(("standing-by", run.now - standing.time))
+        for process in (writer, server, standing):
+            run.report(process)
+        if run.step == 10:
+            half = run.now
+            ended.work(("standing-by", run.now - ended.time))
+            run.report(ended)
+    run.report(writer, is_last=True)
+    # The others send no last report: the epoch's end is theirs.
+    goodput = run.close()
+    check_sums(goodput)
+    seconds = goodput.seconds
+    assert (seconds["writing"], seconds["waiting-samples"]) == pytest.approx(
+        (10.0, run.now - opened - 10.0)
+    )
+    assert seconds["serving"] == pytest.approx(run.now - opened + 1.0)
+    # One of them missed its reports: it is known until its last one.
+    assert seconds["standing-by"] == pytest.approx(run.now - opened + half - opened)
+    assert not {"lost", "down"} & seconds.keys()
+    assert goodput.unmeasured == [
+        *("the launcher", "the processes of Ray", "the chunk server"),
+        "standby-0 on host-0 after its last report",
+    ]
+
+
 def test_an_explorer_that_starts_again_is_down_until_then():
     run = Run()
     play(run, 5)

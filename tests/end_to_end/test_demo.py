@@ -80,6 +80,21 @@ def test_every_version_was_applied_or_superseded_before_it_was_pulled(finished):
     assert log["failures"] == 0
 
 
+def test_the_seconds_of_every_process_are_counted_or_it_is_named(finished, cli):
+    run_id, _ = finished
+    goodput = json.loads(cli("goodput", run_id, "--json").stdout)
+    seconds = {worker["process"]: worker["seconds"] for worker in goodput["workers"]}
+    ranks = {f"{role}-{rank}" for role in ("actor", "writer", "explorer") for rank in (0, 1)}
+    servers = {"log-server-0", "chunk-server-0"}
+    # The reducer that was killed had a successor, which waited for its lease.
+    assert {"trainer-0", "reducer-0", *ranks, *servers} == seconds.keys() - {"standby-0"}
+    for server in servers:
+        assert set(seconds[server]) <= {"starting", "serving"}
+        # They serve before the run is opened, and until its end.
+        assert goodput["elapsed"] <= sum(seconds[server].values()) < goodput["elapsed"] + PATIENCE
+    assert goodput["unmeasured"] == ["the launcher", "the processes of Ray"]
+
+
 def test_weights_went_by_the_best_transport_and_the_summary_and_the_log_say_so(finished, cli):
     run_id, summary = finished
     best, why = chosen_transport(SyncConfig(), explorers_here=True)

@@ -148,8 +148,13 @@ def test_a_slow_reward_and_filtered_groups_are_found_and_tokens_are_exact(
     judging = seconds_of(goodput, "explorer-0", "judging")
     assert judging / own == pytest.approx(planted.judging() / own, abs=0.02)
     names = {worker["process"] for worker in goodput["workers"]}
-    assert names == {"trainer-0", "actor-0", "explorer-0", "reducer-0"}
+    writers = {"writer-0", "discards-writer-0"}
+    assert names == {"trainer-0", "actor-0", "explorer-0", "reducer-0", *writers}
     assert seconds_of(goodput, "reducer-0", "folding") > 0
+    for writer in writers:
+        assert seconds_of(goodput, writer, "writing") > 0
+    # The servers are the test's own.
+    assert {"the log's server", "the chunk server"} < set(goodput["unmeasured"])
     for worker in goodput["workers"]:
         assert 0 < sum(worker["seconds"].values()) < elapsed
     # To the token: every answer was judged, and no process died.
@@ -207,7 +212,7 @@ def test_an_old_checkpoint_costs_the_steps_that_it_lacks(processes, policy_folde
     assert goodput["tokens"]["trained"] == sum(entry.event.tokens["trained"] for entry in current)
     assert goodput["samples"] == steps * 16
     died = {waste["subject"] for waste in goodput["waste"] if waste["kind"] == "died"}
-    assert died <= {"trainer-0", "actor-0", "explorer-0", "explorer-1"}
+    assert died <= {"trainer-0", "actor-0", "explorer-0", "explorer-1", "writer-0"}
 
 
 @pytest.mark.nightly(

@@ -1,4 +1,6 @@
-"""The leader's own seconds in the log, and in the goodput of its run."""
+"""A reducer's own seconds in the log, as leader and standby, and in the goodput of its run."""
+
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -62,3 +64,27 @@ async def test_the_leader_reports_its_seconds_of_each_epoch_that_is_open(
     )
     assert len(first) == len(second) == 1 and first != second
     assert [worker.epoch for worker in goodput.workers] == [1, 2]
+
+
+async def test_a_standby_reports_its_seconds_until_it_leads(
+    publisher, log, redis_url, run_id, read
+):
+    async def is_reported(*, is_last):
+        reports, _ = await read()
+        return any(
+            producer.role == "standby" and event.is_last == is_last
+            for producer, _, event in reports
+        )
+
+    async with AsyncExitStack() as standby:
+        async with reducer_task(redis_url, run_id):
+            await publish_steps(publisher, [1])
+            await publisher.publish(TrainerStatusChanged(status="running", step=0, lease=600.0))
+            await folded(log)
+            await standby.enter_async_context(reducer_task(redis_url, run_id))
+            await until(lambda: is_reported(is_last=False))
+        await until(lambda: is_reported(is_last=True))
+        _, goodput = await read()
+    workers = {worker.process: worker.seconds for worker in goodput.workers}
+    assert set(workers["standby-0"]) == {"standing-by"}
+    assert 0 < workers["standby-0"]["standing-by"] < goodput.elapsed

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from trinity_schemas import (
     REPORTER_ROLE,
@@ -39,6 +39,15 @@ from trinity_schemas import (
 
 from ..core.fold_state import format_producer, trim_oldest
 from ..core.limits import KEPT_PRODUCERS
+from ..diagnostics.phases import (
+    CHUNK_SERVER_ROLE,
+    LOG_SERVER_ROLE,
+    SERVING,
+    STANDBY_ROLE,
+    STANDING_BY,
+    WAITING_SAMPLES,
+    find_pause,
+)
 from .transfers import FirstApplications
 
 PRODUCTIVE = ("training", "generating", "judging", "environment")
@@ -46,9 +55,10 @@ PRODUCTIVE = ("training", "generating", "judging", "environment")
 RECOMPUTING, LOST, DOWN, TAIL = "recomputing", "lost", "down", "waiting-tail"
 FATES = (
     *PRODUCTIVE,
-    *("evaluating", "installing", "publishing", "saving", "folding"),
+    *("evaluating", "installing", "publishing", "saving", "folding", "writing", SERVING),
     *("waiting-rollouts", TAIL, "waiting-weights", "waiting-requests", "waiting-evaluation"),
-    *("waiting-trainer", "idle", "starting", RECOMPUTING, LOST, DOWN),
+    *("waiting-trainer", WAITING_SAMPLES, STANDING_BY, "idle", "starting"),
+    *(RECOMPUTING, LOST, DOWN),
 )
 """Fates of worker-seconds, in the order of tables; phases of a user's own follow."""
 TOKEN_FATES = (
@@ -69,8 +79,13 @@ _KEPT_STEPS = 65_536
 _SILENT = 90.0
 """Seconds without an entry after which no process is taken to live: each reports once a minute."""
 _DRIVER = "trainer-0"
-_REDUCER = "reducer"
-"""Role of the reducer, which serves a run until its end and after it."""
+_SERVICES = frozenset({"reducer", STANDBY_ROLE, LOG_SERVER_ROLE, CHUNK_SERVER_ROLE})
+"""Roles of processes that serve a run until its end and after it, without a last report."""
+_NEVER_MEASURED = ("the launcher", "the processes of Ray")
+_SERVERS = {LOG_SERVER_ROLE: "the log's server", CHUNK_SERVER_ROLE: "the chunk server"}
+"""Servers that report if the run's launcher started them, in words."""
+_MISSED = 2.0
+"""Pauses between reports after which a standby reducer has ended: a busy host is late by one."""
 
 
 class WorkerTime(Struct, frozen=True, kw_only=True):
@@ -148,6 +163,8 @@ class Goodput(Struct, frozen=True, kw_only=True):
     """Slow processes, those of most seconds first."""
     workers: list[WorkerTime]
     """Processes, those of the first epoch first."""
+    unmeasured: list[str]
+    """Processes whose seconds are not known, in words; empty if none has reported any."""
 
 
 class _Worker(Struct):
@@ -167,6 +184,16 @@ class _Worker(Struct):
     @property
     def computes(self) -> bool:
         return self.last.gpus > 0 or self.last.cores > 0
+
+    @property
+    def role(self) -> str:
+        return self.name.rpartition("-")[0]
+
+    def is_unheard(self, end: float) -> bool:
+        """Return True if a standby reducer has missed its next report: it has no lease."""
+        pause = find_pause(sum(self.last.seconds.values()))
+        is_late = end - self.read_at > _MISSED * pause
+        return self.role == STANDBY_ROLE and not self.last.is_last and is_late
 
 
 class _EpochRecord(Struct):
@@ -294,6 +321,7 @@ class GoodputReader:
             waste=self._find_waste(workers, everything, tokens),
             stragglers=self._find_stragglers(),
             workers=workers,
+            unmeasured=self._list_unmeasured(ends),
         )
 
     # --- entries -----------------------------------------------------------------------------
@@ -337,6 +365,8 @@ class GoodputReader:
     def _measure(self, envelope: Envelope, event: PhasesMeasured, now: float) -> None:
         incarnation, name = envelope.producer.incarnation, format_producer(envelope.producer)
         worker = self._workers.get(incarnation)
+        if envelope.producer.role == STANDBY_ROLE:
+            event = self._clip(event, now)
         if worker is None:
             replaced = self._find(name)
             if replaced is not None and replaced.died_at is None and not replaced.last.is_last:
@@ -360,6 +390,13 @@ class GoodputReader:
         worker.died_at = None
         worker.read_at = worker.seen_at = now
         worker.last = event
+
+    def _clip(self, event: PhasesMeasured, now: float) -> PhasesMeasured:
+        """Return a report with the seconds that are of the epoch: standbys outlast epochs."""
+        epoch = self._epochs[-1]
+        most = (now if epoch.closed_at is None else epoch.closed_at) - epoch.opened_at
+        seconds = {phase: min(seconds, most) for phase, seconds in event.seconds.items()}
+        return structs.replace(event, seconds=seconds)
 
     def _redone(self, worker: _Worker, now: float) -> float:
         """Return the part of the time since a worker's report in which steps were trained again."""
@@ -425,7 +462,7 @@ class GoodputReader:
         if died_at is not None:
             seconds[LOST] += max(died_at - worker.read_at, 0.0)
             seconds[DOWN] += max(self._find_successor(worker, end) - died_at, 0.0)
-        elif not worker.last.is_last:
+        elif not worker.last.is_last and not worker.is_unheard(end):
             # Still alive, as far as the log tells: it is in the phase of its last report.
             seconds[worker.last.phase] += max(end - worker.read_at, 0.0)
         return WorkerTime(
@@ -438,15 +475,31 @@ class GoodputReader:
 
     def _find_death(self, worker: _Worker) -> float | None:
         """Return the time at which a worker died, by its last sign of life; None if it did not."""
-        if worker.last.is_last or worker.died_at is not None:
-            return None if worker.last.is_last else worker.died_at
+        # Standbys share one name, and none takes the place of another.
+        if worker.last.is_last or worker.role == STANDBY_ROLE:
+            return None
+        if worker.died_at is not None:
+            return worker.died_at
         # It reports nothing of a closed run: another reducer's first report tells a death.
-        if worker.name.startswith(_REDUCER):
+        if worker.role in _SERVICES:
             return None
         epoch = next(epoch for epoch in self._epochs if epoch.number == worker.epoch)
         is_over = epoch is not self._epochs[-1] or epoch.closed_at is not None
         has_died = is_over and not epoch.is_interrupted
         return max(worker.seen_at, worker.read_at) if has_died else None
+
+    def _list_unmeasured(self, ends: Mapping[int, float]) -> list[str]:
+        """Return the processes whose seconds no report has, in words."""
+        if not self._workers:
+            return []
+        roles = {worker.role for worker in self._workers.values()}
+        servers = (words for role, words in _SERVERS.items() if role not in roles)
+        unheard = (
+            f"{worker.name} on {worker.host} after its last report"
+            for worker in self._workers.values()
+            if worker.is_unheard(ends[worker.epoch])
+        )
+        return [*_NEVER_MEASURED, *servers, *unheard]
 
     def _find_successor(self, worker: _Worker, end: float) -> float:
         """Return the time at which a dead worker's next start began; else the epoch's end."""

@@ -18,6 +18,7 @@ from ..views.goodput import (
     format_headline,
     format_rates,
     format_stragglers,
+    format_unmeasured,
     format_waste,
     seconds_table,
     tokens_table,
@@ -91,6 +92,7 @@ def _print(result: Goodput) -> None:
     out.print(format_rates(result))
     out.print()
     out.print(seconds_table(result))
+    out.print(format_unmeasured(result))
     if result.tokens:
         out.print()
         out.print(tokens_table(result))

@@ -28,6 +28,7 @@ from ..views.goodput import (
     format_headline,
     format_rates,
     format_stragglers,
+    format_unmeasured,
     format_waste,
     list_shares,
 )
@@ -347,6 +348,7 @@ def build_goodput(reader: GoodputReader, now: float) -> dict[str, Any] | None:
         "tokens": list(goodput.tokens.items()),
         "waste": list(format_waste(goodput)),
         "slow": list(format_stragglers(goodput.stragglers)),
+        "unmeasured": format_unmeasured(goodput),
     }
 
 

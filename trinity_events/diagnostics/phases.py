@@ -24,6 +24,11 @@ logger = logging.getLogger(__name__)
 
 STARTING = "starting"
 IDLE = "idle"
+WAITING_SAMPLES, SERVING, STANDING_BY = "waiting-samples", "serving", "standing-by"
+WRITER_ROLE, DISCARDS_WRITER_ROLE = "writer", "discards-writer"
+"""Roles of the processes that write the record: of a rank, and of discarded answers."""
+STANDBY_ROLE = "standby"
+LOG_SERVER_ROLE, CHUNK_SERVER_ROLE = "log-server", "chunk-server"
 PHASES = (
     STARTING,
     # Of one explorer that installs while it generates, the engine is held: nothing is generated.
@@ -36,11 +41,15 @@ PHASES = (
     "judging",
     "evaluating",
     "folding",
+    "writing",
     "waiting-rollouts",
     "waiting-weights",
     "waiting-requests",
     "waiting-evaluation",
     "waiting-trainer",
+    WAITING_SAMPLES,
+    SERVING,
+    STANDING_BY,
     IDLE,
 )
 """Phases by importance. A process that works and waits at once works."""

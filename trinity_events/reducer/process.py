@@ -42,7 +42,7 @@ from .idle_groups import IdleGroups
 from .leader import Leader, LeaderPublisher
 from .live_state import LiveState
 from .log_retention import LogRetention
-from .phase_reports import PhaseReporter
+from .phase_reports import PhaseReporter, StandbyReporter
 from .policy import Policy
 from .reducer import Reducer
 from .timekeeper import Timekeeper
@@ -149,7 +149,7 @@ class _Lead:
         """Lead once; return True if the run was closed, False if the lead was lost."""
         leader = Leader(self._log, self._policy.timeouts)
         closed, retention = False, None
-        self._token = token = await leader.acquire()
+        self._token = token = await self._acquire(leader)
         logger.info("leads run %s with token %d", self._log.run_id, token)
         name_process(self._log.run_id, "reducer-0")
         if self._archive is not None:
@@ -181,6 +181,14 @@ class _Lead:
             with anyio.CancelScope(shield=True), suppress(*IN_THE_WAY), anyio.move_on_after(1):
                 await leader.release()
         return closed
+
+    async def _acquire(self, leader: Leader) -> int:
+        """Stand by until this reducer leads; return its fencing token."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(StandbyReporter(self._log).run)
+            token = await leader.acquire()
+            tasks.cancel_scope.cancel()
+        return token
 
     async def _own(self, owner: FolderOwner, files: CheckpointFiles) -> None:
         """Mark the run's folder as this log's. Raises FolderTaken if it belongs to another log."""

@@ -8,8 +8,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.table import Table
 
 from ..analysis.goodput import FATES, Goodput, Straggler, Waste
+from ..diagnostics.phases import (
+    CHUNK_SERVER_ROLE,
+    DISCARDS_WRITER_ROLE,
+    LOG_SERVER_ROLE,
+    STANDBY_ROLE,
+    WRITER_ROLE,
+)
 
-_ROLES = {"trainer": "trainer", "actor": "ranks", "explorer": "explorers", "reducer": "reducer"}
+_ROLES = {
+    "trainer": "trainer",
+    "actor": "ranks",
+    "explorer": "explorers",
+    "reducer": "reducer",
+    STANDBY_ROLE: "reducer",
+    WRITER_ROLE: "writers",
+    DISCARDS_WRITER_ROLE: "writers",
+    LOG_SERVER_ROLE: "servers",
+    CHUNK_SERVER_ROLE: "servers",
+}
 """Role to its column; other roles keep their names."""
 _SHOWN = 8
 """Causes, and stragglers, that the tables show; JSON has all of them."""
@@ -20,12 +37,15 @@ _NAMES = {
     "installing": "installing weights",
     "publishing": "publishing weights",
     "folding": "folding the log",
+    "writing": "writing the record",
     "waiting-rollouts": "waiting for rollouts",
     "waiting-tail": "waiting for others' answers",
     "waiting-weights": "waiting for weights",
     "waiting-requests": "waiting for requests",
     "waiting-evaluation": "waiting for an evaluation",
     "waiting-trainer": "waiting for the trainer",
+    "waiting-samples": "waiting for samples",
+    "standing-by": "standing by",
     "lost": "lost by a death",
     "down": "down after a death",
 }
@@ -61,6 +81,11 @@ def format_rates(goodput: Goodput) -> str:
         f"{goodput.tokens_per_device_second:,.3g} tokens a second and {goodput.device}, "
         f"on {goodput.devices:.3g} {goodput.device}s over {goodput.elapsed:,.0f} s"
     )
+
+
+def format_unmeasured(goodput: Goodput) -> str:
+    """Return the processes that the seconds lack, as one line; empty if there are none."""
+    return f"not measured: {', '.join(goodput.unmeasured)}" if goodput.unmeasured else ""
 
 
 def format_fate(fate: str) -> str:

@@ -4,6 +4,8 @@ import os
 import signal
 import stat
 import textwrap
+import time
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import msgspec
@@ -18,10 +20,12 @@ from tests.support.errors import raises
 from tests.support.experiences import group, make_groups
 from tests.support.waits import PATIENCE
 from trinity_events.diagnostics.waits import NO_REPORTS
+from trinity_events.log import ORIGIN, SyncEventLog
 from trinity_events.record.columns import SUMMARY_COLUMNS
 from trinity_events.record.files import RECORD, list_names, parse_file_name
 from trinity_events.record.reader import RecordMissing, RolloutRecord
-from trinity_schemas import StepRef
+from trinity_events.server import open_client
+from trinity_schemas import PhasesMeasured, StepRef, decode_envelope
 from trinity_workers.algorithms.collate import collate
 from trinity_workers.record.messages import StepRows, WriterSettings
 from trinity_workers.record.recorder import (
@@ -39,11 +43,13 @@ pytestmark = pytest.mark.processes
 @pytest.fixture
 def record(make_config):
     """Return a function that opens a recorder and the reader of its files."""
-    opened = []
+    opened, exits = [], ExitStack()
 
     def open_one(rank=0, ranks=1, queue_bytes=QUEUE_BYTES, **settings):
         config = make_config(record=settings, trainer={"ranks": ranks}, sync={"timeout": PATIENCE})
-        opened.append(RolloutRecorder(config, rank, NO_REPORTS, queue_bytes=queue_bytes))
+        log = SyncEventLog(open_client(config.redis_url), config.run_id)
+        exits.enter_context(closing(log))
+        opened.append(RolloutRecorder(config, rank, NO_REPORTS, log=log, queue_bytes=queue_bytes))
         return opened[-1], RolloutRecord(config.checkpoint_folder, config.run_id)
 
     yield open_one
@@ -51,6 +57,7 @@ def record(make_config):
         if recorder._process.poll() is None:
             os.kill(recorder._process.pid, signal.SIGCONT)
         recorder.close()
+    exits.close()
 
 
 def batch_with_advantages(groups):
@@ -139,6 +146,22 @@ def test_the_newest_step_stays_whatever_its_bytes_are(record, run_id):
     for step in (1, 2):
         recorder.add(step, make_groups(run_id, step, count=1), None)
     assert [step.step for step in reader.list_steps()] == [2]
+
+
+async def test_the_seconds_of_a_writer_are_reported_to_its_end(record, run_id, log):
+    began = time.monotonic()
+    recorder, _ = record(rank=0, rollouts="all")
+    recorder.add(1, make_groups(run_id, 1, count=1), None)
+    recorder.close()
+    age = time.monotonic() - began
+    envelopes = [decode_envelope(entry.payload) for entry in await log.read(ORIGIN, limit=100)]
+    reports = [each.event for each in envelopes if isinstance(each.event, PhasesMeasured)]
+    last = reports[-1]
+    assert last.is_last and last.cores == 0
+    assert min(last.seconds[phase] for phase in ("starting", "writing", "waiting-samples")) > 0
+    assert sum(last.seconds.values()) <= age
+    # The rest of the age is the start of the process itself, and the close of its reports.
+    assert {(each.producer.role, each.producer.rank) for each in envelopes[1:]} == {("writer", 0)}
 
 
 def test_a_sample_never_waits_and_counts_what_it_drops(record, run_id):

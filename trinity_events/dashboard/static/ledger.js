@@ -82,6 +82,7 @@ function goodputPanel(goodput) {
     goodput.rates,
     h("p", {}, goodput.words),
     table([], Object.entries(goodput.roles).map(bar), "bars"),
+    h("p", { class: "muted" }, goodput.unmeasured),
     ...(tokens.length ? [h("h3", {}, "Sampled tokens"), table([], tokens, "bars")] : []),
     ...lines("Wasted or waited, by cause", goodput.waste),
     ...lines("Slow processes", goodput.slow),

@@ -33,8 +33,6 @@ from trinity_events.server import (
     WEIGHTS_SERVER,
     Deadline,
     connect,
-    serving,
-    serving_weights,
     trinity_home,
     warn_of_eviction,
 )
@@ -84,6 +82,7 @@ from .resume_command import shell_command
 from .resumed_settings import check_settings
 from .roots import report_other_folder
 from .run_check import check_run
+from .server_phases import ServerPhases
 from .shared_storage import check_shared_storage
 from .summary import (
     TRANSPORTS,
@@ -182,8 +181,10 @@ async def _run(
     folder = options.checkpoint_root / options.run_id
     view = ProgressView(options.run_id, settings.steps, folder)
     async with AsyncExitStack() as exits:
-        redis_url = exits.enter_context(serving(options.redis_url))
-        weights_url = exits.enter_context(serving_weights(options.weights_redis_url, redis_url))
+        servers = ServerPhases()
+        redis_url, weights_url = exits.enter_context(
+            servers.serving(options.redis_url, options.weights_redis_url)
+        )
         client = await exits.enter_async_context(connect(redis_url))
         await warn_of_eviction(client, redis_url)
         # A chunk server that does not answer is found out now, not at the first upload.
@@ -256,6 +257,7 @@ async def _run(
                 log,
                 partial(report_other_folder, client, config, view.print_line),
                 partial(view.show_causes, partial(read_live_facts, client, options.run_id)),
+                partial(servers.report, log, config),
             ):
                 with publishing(
                     options.run_id,
@@ -509,7 +511,7 @@ async def _work(
             for rank in range(explorers_here):
                 start = partial(_start_explorer, config, room, rank)
                 exploring.start_soon(explore_to_the_end, actors, f"explorer-{rank}", start, notify)
-            async with notice(save):
+            async with notice(save), actors.reporting_on_cancellation():
                 job.training = await actors.call("trainer-0", "train")
         await actors.call("trainer-0", "shutdown")
 

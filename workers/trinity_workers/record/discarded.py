@@ -17,6 +17,7 @@ import anyio.to_thread
 
 from trinity_events.diagnostics.waits import WaitReporter
 from trinity_events.errors import DeadlineExceeded
+from trinity_events.log import SyncEventLog
 from trinity_events.rollouts import AnswerGroup
 from trinity_events.rollouts.payloads import PayloadReader
 from trinity_schemas import ExperienceReference
@@ -41,10 +42,13 @@ class DiscardedRollouts:
     Args:
         config: The run.
         waits: Reporter of the trainer's long waits.
+        log: The run's log, for the seconds of the writer; None reports none.
     """
 
-    def __init__(self, config: RunConfig, waits: WaitReporter) -> None:
-        self._config, self._waits = config, waits
+    def __init__(
+        self, config: RunConfig, waits: WaitReporter, log: SyncEventLog | None = None
+    ) -> None:
+        self._config, self._waits, self._log = config, waits, log
         self._reader: PayloadReader | None = None
         self._recorder: RolloutRecorder | None = None
         self._unread: list[_Unread] = []
@@ -109,7 +113,7 @@ class DiscardedRollouts:
 
     def _add(self, step: int, groups: list[DiscardedGroup]) -> None:
         if self._recorder is None:
-            self._recorder = RolloutRecorder(self._config, None, self._waits)
+            self._recorder = RolloutRecorder(self._config, None, self._waits, log=self._log)
         self._recorder.add_discarded(step, groups)
 
     def _read(self, unread: list[_Unread]) -> list[DiscardedGroup]:

@@ -18,12 +18,20 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
+from trinity_events.diagnostics.phases import (
+    DISCARDS_WRITER_ROLE,
+    WAITING_SAMPLES,
+    WRITER_ROLE,
+    PhaseClock,
+    PhaseReports,
+)
 from trinity_events.diagnostics.waits import WaitReporter
 from trinity_events.errors import DeadlineExceeded, TrinityError
+from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.record.files import RECORD
 from trinity_schemas import Experience, ExperienceReference, encode
 
@@ -114,6 +122,7 @@ class RolloutRecorder:
         config: The run.
         rank: Number of the rank; None for discarded answers.
         waits: Reporter of the rank's long waits.
+        log: The run's log, for the seconds of the writer; None reports none.
         queue_bytes: Bytes of samples that wait for the writer at most, beyond one step.
     """
 
@@ -123,6 +132,7 @@ class RolloutRecorder:
         rank: int | None,
         waits: WaitReporter,
         *,
+        log: SyncEventLog | None = None,
         queue_bytes: int = QUEUE_BYTES,
     ) -> None:
         self._queue_bytes = queue_bytes
@@ -135,6 +145,11 @@ class RolloutRecorder:
         self._added = self._recorded = 0
         self._dropped = self._removed = 0
         self._fault: str | None = None
+        # The recorder measures its writer, which has no connection to the log.
+        self._clock = PhaseClock(WAITING_SAMPLES)
+        self._reports = ExitStack()
+        if log is not None:
+            self._open_reports(log)
         # Its own session: a Ctrl-C for the run must not end it before it has written.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "trinity_workers.record.writer"],
@@ -146,6 +161,14 @@ class RolloutRecorder:
         )
         self._thread = threading.Thread(target=self._write, name="rollout-record", daemon=True)
         self._thread.start()
+
+    def _open_reports(self, log: SyncEventLog) -> None:
+        role = DISCARDS_WRITER_ROLE if self._rank is None else WRITER_ROLE
+        config, producer = self._config, new_producer(role, self._rank or 0)
+        publisher = Publisher(log, config.epoch, producer, deadline=config.sync.timeout)
+        self._reports.callback(_close_quietly, publisher)
+        # Without cores: the writer takes those that nothing else needs, at the lowest priority.
+        self._reports.enter_context(PhaseReports(self._clock, publisher.publish, cores=0))
 
     def add(self, step: int, groups: Sequence[Sequence[Experience]], batch: Batch | None) -> None:
         """Record the samples of a step; with ``all``, return once they are on disk.
@@ -205,7 +228,6 @@ class RolloutRecorder:
             )
             self._process.kill()
             self._thread.join()
-        self._process.wait()
 
     def wait_recorded(self, step: int) -> None:
         """Wait until all samples that were added are on disk, the newest ones of a step.
@@ -238,6 +260,7 @@ class RolloutRecorder:
         )
         try:
             self._exchange(inward, outward, self._writer_settings())
+            self._clock.end_start()
             while (queued := self._next()) is not None:
                 written = self._exchange(inward, outward, queued.encode())
                 with self._changed:
@@ -260,6 +283,8 @@ class RolloutRecorder:
             # Closing writes what is left in the buffer, also to a writer that is dead.
             with outward, suppress(BrokenPipeError):
                 inward.close()
+            self._process.wait()
+            self._reports.close()
 
     def _writer_settings(self) -> WriterSettings:
         config, settings = self._config, self._settings
@@ -279,9 +304,10 @@ class RolloutRecorder:
     def _exchange(
         self, inward: BinaryIO, outward: BinaryIO, message: WriterSettings | StepRows
     ) -> Written:
-        with suppress(BrokenPipeError):  # its last message may say why
-            write_message(inward, message)
-        written = read_message(outward, Written)
+        with self._clock.phase("writing"):
+            with suppress(BrokenPipeError):  # its last message may say why
+                write_message(inward, message)
+            written = read_message(outward, Written)
         if written is None:
             raise EOFError("its process has ended")
         if written.error:
@@ -304,6 +330,14 @@ class RolloutRecorder:
                 "run %s: %s records no more rollouts: %s",
                 *(self._config.run_id, format_writer(self._rank), reason),
             )
+
+
+def _close_quietly(publisher: Publisher) -> None:
+    """Close the publisher of a writer's seconds; the record is complete without them."""
+    try:
+        publisher.close()
+    except TrinityError as error:
+        logger.debug("the last seconds of a writer were not reported: %s", error)
 
 
 def choose_groups(groups: Sequence[Sequence[Experience]], count: int) -> list[int]:

@@ -121,6 +121,7 @@ class Trainer:
         lease: float = STATUS_LEASE,
     ) -> None:
         self._clock = PhaseClock()
+        self._phases: PhaseReports | None = None
         enable_stack_dumps(config.run_id, "trainer-0")
         self.config = config
         self.engine = engine or get_trainer_wrapper(config)
@@ -179,7 +180,7 @@ class Trainer:
             deadline=deadline,
         )
         publisher = self._exits.enter_context(reports)
-        self._waits = publisher.waits
+        self._waits, self._flush = publisher.waits, publisher.flush
         # Without cores: it waits for ranks and explorers, which compute.
         self._phases = PhaseReports(self._clock, publisher.publish, cores=0)
         self._exits.enter_context(self._phases)
@@ -189,7 +190,9 @@ class Trainer:
             partial(read_answer_limits, config, reward_part=compared.needed_part)
         )
         sets = await anyio.to_thread.run_sync(held_out_sets, config, task)
-        self._discarded = self._exits.enter_context(closing(DiscardedRollouts(config, self._waits)))
+        self._discarded = self._exits.enter_context(
+            closing(DiscardedRollouts(config, self._waits, publisher.log))
+        )
         self._dispatcher = RolloutDispatcher(
             client,
             self._publisher,
@@ -254,6 +257,12 @@ class Trainer:
         restored = LedgerRestored(ledger=state.ledger, digest=state.ledger.digest)
         await self._publisher.publish(restored)
         return Ledger.restored(state.ledger)
+
+    async def report_last_phases(self) -> None:
+        """Publish the seconds until now, before a signal ends the process."""
+        if self._phases is not None:
+            await anyio.to_thread.run_sync(self._phases.close)
+            await anyio.to_thread.run_sync(self._flush)
 
     async def train(self) -> TrainingResult:
         """Train to the last step; publish that the trainer stopped, also after an error."""

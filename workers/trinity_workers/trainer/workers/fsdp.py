@@ -237,7 +237,9 @@ class TrainWorker(TrainingRank):
         place, last = self.rank_info(), self._config.trainer.pipeline_parallel - 1
         # One rank of each replica, of the last stage, which has the log-probabilities.
         if (place.tp_rank, place.cp_rank, place.pp_rank) == (0, 0, last):
-            self._recorder = RolloutRecorder(self._config, self._rank, self._publisher.waits)
+            self._recorder = RolloutRecorder(
+                self._config, self._rank, self._publisher.waits, log=self._log
+            )
             self._step.keeps_batch = True
 
     @register(dispatch_mode=Dispatch.MEGATRON_PP_AS_DP_PROTO)
