@@ -8,7 +8,7 @@ import json
 import signal
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -20,7 +20,6 @@ from tests.end_to_end.test_goodput import (
     Planted,
     own_seconds,
     read_goodput,
-    reports,
     seconds_of,
     trained,
 )
@@ -44,8 +43,13 @@ def reply(question, messages):
     return " b" if len(messages) < 3 else None
 """
 INSTALL = "trinity_workers.rollout_engines.huggingface:HuggingFaceEngine.install"
+GENERATE = "trinity_workers.rollout_engines.huggingface:HuggingFaceEngine.generate"
+TRAIN = "trinity_workers.trainer.workers.fsdp:TrainWorker.train_step"
 WRITE = "trinity_workers.engines.state_files:write_state"
 JUDGE = "trinity_workers.rewards.pool:RewardPool.judge"
+WORK = (INSTALL, GENERATE, JUDGE)
+"""Work of an explorer: what a plant does not delay is noted, too."""
+IDLE = ("waiting-weights", "waiting-requests", "waiting-tail", "idle")
 
 
 class JudgeHandler(BaseHTTPRequestHandler):
@@ -91,12 +95,18 @@ def slow_judge():
         thread.join()
 
 
-def assert_found(goodput, process, fate, planted):
-    """Compare shares of the process's seconds after its start, which takes most on a busy host."""
-    own = own_seconds(goodput, process) - seconds_of(goodput, process, "starting")
-    seconds = seconds_of(goodput, process, fate)
+def work_seconds(goodput, process):
+    """Return the process's seconds after its start, which takes most on a busy host."""
+    return own_seconds(goodput, process) - seconds_of(goodput, process, "starting")
+
+
+def assert_found(goodput, process, fates, planted):
+    """Compare shares of the process's seconds after its start."""
+    own = work_seconds(goodput, process)
+    seconds = seconds_of(goodput, process, *fates)
     print(
-        f"{process} {fate}: planted {planted / own:.1%}, found {seconds / own:.1%} of {own:.1f} s"
+        f"{process} {', '.join(fates)}: planted {planted / own:.1%}, "
+        f"found {seconds / own:.1%} of {own:.1f} s"
     )
     assert planted / own > 2 * POINTS
     assert seconds / own == pytest.approx(planted / own, abs=POINTS)
@@ -109,12 +119,13 @@ def run_to_its_end(processes, config):
 
 
 @pytest.mark.nightly("core/test_goodput.py::test_seconds_that_are_planted_are_found")
-def test_slow_environment_judge_installs_and_save_are_found(
+def test_slow_environment_judge_installs_save_and_idle_explorers_are_found(
     processes, policy_folder, tmp_path, slow_judge
 ):
     file = tmp_path / "replied"
     (tmp_path / "tool.py").write_text(ENVIRONMENT.format(file=str(file)))
-    delays = PlantedDelays(tmp_path / "delays", {INSTALL: 1.5, WRITE: 4.0})
+    planted = {INSTALL: 1.5, WRITE: 4.0, TRAIN: 2.0, GENERATE: 0.0}
+    delays = PlantedDelays(tmp_path / "delays", planted)
     processes.env = delays.plant(processes.env)
     host, port = slow_judge.server_address
     config = small_run(
@@ -130,17 +141,23 @@ def test_slow_environment_judge_installs_and_save_are_found(
     goodput = run_to_its_end(processes, config)
     rows = [line.split() for line in file.read_text().splitlines()]
     replies = [(float(began), float(end)) for began, end in rows]
-    installs, saves = delays.read_calls(INSTALL), delays.read_calls(WRITE)
-    assert replies and slow_judge.calls and installs and saves
+    installs, saves, trains = map(delays.read_calls, (INSTALL, WRITE, TRAIN))
+    assert replies and slow_judge.calls and installs and saves and trains
     # Of activities at once, a process is in the phase of the first of these: each has what the
     # earlier ones leave of it.
     fates = (("installing", installs), ("environment", replies), ("judging", slow_judge.calls))
     earlier = []
     for fate, calls in fates:
         planted = measure_union([*earlier, *calls]) - measure_union(earlier)
-        assert_found(goodput, "explorer-0", fate, planted)
+        assert_found(goodput, "explorer-0", [fate], planted)
         earlier += calls
-    assert_found(goodput, "trainer-0", "saving", measure_union(saves))
+    assert_found(goodput, "trainer-0", ["saving"], measure_union(saves))
+    assert_found(goodput, "actor-0", ["training"], measure_union(trains))
+    # The explorer may answer with the newest weights alone, so that it has nothing to do while the
+    # rank trains, nor at any other time at which no call of it is under way.
+    own, work = work_seconds(goodput, "explorer-0"), [*earlier, *delays.read_calls(GENERATE)]
+    assert measure_union(trains) / own > 2 * POINTS
+    assert_found(goodput, "explorer-0", IDLE, own - measure_union(work))
 
 
 @pytest.mark.nightly("core/test_goodput.py::test_a_slow_host_is_named_with_what_it_costs")
@@ -157,8 +174,8 @@ def test_a_slow_host_and_the_tail_of_its_answers_are_found(processes, policy_fol
     processes.start("reducer")
     trainer = processes.start("train", planted.config, "--parts", "trainer")
     # As hosts of which one has slower processors: its judgements take far longer.
-    quick = PlantedDelays(tmp_path / "quick", {JUDGE: 0.0})
-    slow = PlantedDelays(tmp_path / "slow", {JUDGE: 2.0})
+    quick = PlantedDelays(tmp_path / "quick", dict.fromkeys(WORK, 0.0))
+    slow = PlantedDelays(tmp_path / "slow", dict.fromkeys(WORK, 0.0) | {JUDGE: 2.0})
     env = processes.env
     for rank, delays in enumerate((quick, slow)):
         processes.env = delays.plant(env)
@@ -175,7 +192,7 @@ def test_a_slow_host_and_the_tail_of_its_answers_are_found(processes, policy_fol
     assert [straggler["process"] for straggler in stragglers] == ["explorer-1"]
     calls = slow.read_calls(JUDGE)
     assert calls, "the slow explorer judged answers"
-    worked = own_seconds(goodput, "explorer-1") - seconds_of(goodput, "explorer-1", "starting")
+    worked = work_seconds(goodput, "explorer-1")
     excess = stragglers[0]["excess"]
     busy = quick.read_calls(JUDGE)
     # The excess is what its calls took beyond as many of the quick one.
@@ -183,14 +200,15 @@ def test_a_slow_host_and_the_tail_of_its_answers_are_found(processes, policy_fol
     delay = sum(call.ended - call.began - usual for call in calls)
     print(f"excess: planted {delay / worked:.1%}, found {excess / worked:.1%} of {worked:.1f} s")
     assert excess / worked == pytest.approx(delay / worked, abs=POINTS)
-    # The quick explorer waits for the slow one at least while that one alone judges. The tail has
-    # the other work of the slow one too, so that this is its least value.
-    first = min(call.began for call in busy)
-    later = [call for call in calls if call.began > first]
-    tail = measure_union([*busy, *later]) - measure_union(busy)
-    own = own_seconds(goodput, "explorer-0") - seconds_of(goodput, "explorer-0", "starting")
-    assert tail / own > 2 * POINTS
-    assert seconds_of(goodput, "explorer-0", "waiting-tail") / own > tail / own - POINTS
+    # The quick explorer waits for the slow one while that one alone works.
+    quick_work, slow_work = (
+        [call for function in WORK for call in delays.read_calls(function)]
+        for delays in (quick, slow)
+    )
+    first = min(call.began for call in quick_work)
+    later = [call for call in slow_work if call.began > first]
+    tail = measure_union([*quick_work, *later]) - measure_union(quick_work)
+    assert_found(goodput, "explorer-0", ["waiting-tail"], tail)
 
 
 @pytest.mark.nightly(
@@ -227,15 +245,29 @@ def test_answers_of_an_explorer_that_stood_still_are_surplus(processes, policy_f
         steps=16,
         explorer={"wait_for_run": 0, "groups_per_claim": 2},
         rollouts={"claim_lease": 2.0, "prompts_per_step": 4},
+        task={"questions": "./questions.jsonl"},
     )
-    own = ("--config", planted.config)
+    # Each question has one prompt, so that answers of both explorers to it are of one request.
+    questions = [{"prompt": f"spell {number}:", "answer": str(number)} for number in range(256)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    own, env = ("--config", planted.config), processes.env
     processes.start("reducer")
     trainer = processes.start("train", planted.config, "--parts", "trainer")
-    quick = processes.start("explorer", "--rank", "0", *own)
-    slow = processes.start("explorer", "--rank", "1", *own)
-    wait_until(lambda: reports(processes, "explorer-1"), patience=4 * PATIENCE)
+    explorers = []
+    for rank, name in enumerate(("quick", "slow")):
+        processes.env = env | {"WITNESS": name}
+        explorers.append(processes.start("explorer", "--rank", str(rank), *own))
+    processes.env = env
+    slow = explorers[1]
+
+    def judged_by_slow():
+        return sum(answer.explorer == "slow" for answer in planted.judged())
+
     before = trained(processes)
-    wait_until(lambda: trained(processes) >= before + 2, patience=4 * PATIENCE)
+    wait_until(lambda: trained(processes) >= before + 2, patience=8 * PATIENCE)
+    # Amid the judgement of its claims.
+    answers = judged_by_slow()
+    wait_until(lambda: judged_by_slow() > answers, patience=2 * PATIENCE)
     slow.send_signal(signal.SIGSTOP)
     stopped = trained(processes)
     # Its claims lapse, and the other explorer answers in its place.
@@ -243,10 +275,16 @@ def test_answers_of_an_explorer_that_stood_still_are_surplus(processes, policy_f
     slow.send_signal(signal.SIGCONT)
     code, _, error = ended(trainer, 8 * PATIENCE)
     assert code == 0, error
-    for explorer in (quick, slow):
+    for explorer in explorers:
         ended(explorer, 2 * PATIENCE)
     goodput = read_goodput(processes)
-    assert goodput["tokens"]["surplus"] > 0
+    by_prompt = defaultdict(Counter)
+    for answer in planted.judged():
+        by_prompt[answer.prompt][answer.explorer] += answer.tokens
+    # The quick explorer has answered before the slow one could go on.
+    surplus = sum(tokens["slow"] for tokens in by_prompt.values() if len(tokens) == 2)
+    print(f"surplus: planted {surplus}, found {goodput['tokens'].get('surplus', 0)} tokens")
+    assert goodput["tokens"]["surplus"] == surplus > 0
     assert goodput["samples"] == 16 * 16
     # To the token: each answer was judged, and each judged answer has one fate.
     assert sum(goodput["tokens"].values()) == sum(answer.tokens for answer in planted.judged())

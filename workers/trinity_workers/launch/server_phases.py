@@ -5,6 +5,7 @@ A server that a user names serves others too, so that its seconds are not those 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 
@@ -19,12 +20,22 @@ from trinity_events.diagnostics.phases import (
 )
 from trinity_events.errors import TrinityError
 from trinity_events.log import AsyncPublisher, EventLog, new_producer
-from trinity_events.server import EmbeddedServer, serving, serving_weights, trinity_home
+from trinity_events.server import (
+    LOG_SERVER,
+    WEIGHTS_SERVER,
+    EmbeddedServer,
+    serving,
+    serving_weights,
+    trinity_home,
+)
 
 from ..config.train_config import RunConfig
 
-_FOLDERS = {LOG_SERVER_ROLE: "redis", CHUNK_SERVER_ROLE: "weights"}
-"""Role of a server to its folder in the home."""
+_SERVERS = {
+    LOG_SERVER_ROLE: (LOG_SERVER, "redis"),
+    CHUNK_SERVER_ROLE: (WEIGHTS_SERVER, "weights"),
+}
+"""Role of a server to the setting that names another one, and to its folder in the home."""
 
 
 class ServerPhases:
@@ -38,18 +49,25 @@ class ServerPhases:
     def serving(self, redis_url: str | None, weights_url: str | None) -> Iterator[tuple[str, str]]:
         """Yield the URLs of the log's server and of the chunk server; embedded ones are started."""
         with (
-            self._measuring(LOG_SERVER_ROLE, serving(redis_url)) as log,
-            self._measuring(CHUNK_SERVER_ROLE, serving_weights(weights_url, log)) as chunks,
+            self._measuring(LOG_SERVER_ROLE, serving(redis_url), redis_url) as log,
+            self._measuring(
+                CHUNK_SERVER_ROLE, serving_weights(weights_url, log), weights_url
+            ) as chunks,
         ):
             yield log, chunks
 
     @contextmanager
-    def _measuring(self, role: str, server: AbstractContextManager[str]) -> Iterator[str]:
+    def _measuring(
+        self, role: str, server: AbstractContextManager[str], named: str | None
+    ) -> Iterator[str]:
         """Enter the block of a server, and measure the server if it is an embedded one."""
         clock = PhaseClock(SERVING)
         with server as url:
             clock.end_start()
-            if url == EmbeddedServer(trinity_home(), _FOLDERS[role]).url:
+            setting, folder = _SERVERS[role]
+            is_named = bool(named or os.environ.get(setting.variable))
+            # The chunks may go to the log's server, which is measured already.
+            if not is_named and url == EmbeddedServer(trinity_home(), folder).url:
                 self._clocks[role] = clock
             yield url
 
