@@ -90,8 +90,12 @@ def test_the_seconds_of_every_process_are_counted_or_it_is_named(finished, cli):
     assert {"trainer-0", "reducer-0", *ranks, *servers} == seconds.keys() - {"standby-0"}
     for server in servers:
         assert set(seconds[server]) <= {"starting", "serving"}
-        # They serve before the run is opened, and until its end.
-        assert goodput["elapsed"] <= sum(seconds[server].values()) < goodput["elapsed"] + PATIENCE
+        # They serve before the run is opened, and until its end, but for the way of a report.
+        assert (
+            0.95 * goodput["elapsed"]
+            < sum(seconds[server].values())
+            < goodput["elapsed"] + PATIENCE
+        )
     assert goodput["unmeasured"] == ["the launcher", "the processes of Ray"]
 
 

@@ -94,7 +94,6 @@ class Explorer:
         lease: float = STATUS_LEASE,
     ) -> None:
         self._clock = PhaseClock()
-        self._phases: PhaseReports | None = None
         enable_stack_dumps(config.run_id, f"{ROLE}-{rank}")
         # Here, since it imports torch, which a launcher does not need.
         from trinity_events import Synchronizer
@@ -152,12 +151,6 @@ class Explorer:
     def process(self) -> Process:
         """Return the process that it runs in."""
         return this_process()
-
-    async def report_last_phases(self) -> None:
-        """Publish the seconds until now, before a signal ends the process."""
-        if self._phases is not None:
-            await anyio.to_thread.run_sync(self._phases.close)
-            await anyio.to_thread.run_sync(self._synchronizer.flush)
 
     def join(self) -> None:
         """Join the collective group, before versions are sent to it that are not kept.
@@ -314,7 +307,7 @@ class Explorer:
         lease = self._synchronizer.renewing_explorer_lease(lease=self._lease)
         await anyio.to_thread.run_sync(lease.__enter__)
         self._clock.end_start()
-        phases = self._phases = PhaseReports(
+        phases = PhaseReports(
             self._clock,
             self._synchronizer.report,
             gpus=self._gpus if self._device.startswith("cuda") else 0.0,

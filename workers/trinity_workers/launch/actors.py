@@ -17,8 +17,8 @@ from trinity_schemas import Process
 
 from ..runtime.process_exit import ExitWatch, format_process
 
-_LAST_REPORTS_WITHIN = 1.0
-"""Seconds for the last reports of processes that a signal ends: supervisors kill after ten."""
+_LAST_REPORT_WITHIN = 1.0
+"""Seconds for the last report of a process that a signal ends: supervisors kill after ten."""
 
 
 class ProcessFailed(TrinityError):
@@ -106,15 +106,18 @@ class Actors:
         return await self._answer(name, getattr(self._actors[name], method).remote(*arguments))
 
     @asynccontextmanager
-    async def reporting_on_cancellation(self) -> AsyncIterator[None]:
-        """Have all of them report their last seconds if a signal cancels the block."""
+    async def reporting_on_cancellation(self, name: str) -> AsyncIterator[None]:
+        """Have an actor report its last seconds if a signal cancels the block."""
         try:
             yield
         except anyio.get_cancelled_exc_class():
-            with anyio.CancelScope(shield=True), anyio.move_on_after(_LAST_REPORTS_WITHIN):
-                async with anyio.create_task_group() as tasks:
-                    for actor in self._actors.values():
-                        tasks.start_soon(_report_last_phases, actor)
+            with (
+                anyio.CancelScope(shield=True),
+                anyio.move_on_after(_LAST_REPORT_WITHIN),
+                # Whatever it fails by, the process ends next: its last phase has the rest then.
+                suppress(Exception),
+            ):
+                await self._actors[name].report_last_phases.remote()
             raise
 
     async def replace(self, name: str, actor: Any) -> None:
@@ -147,12 +150,6 @@ class Actors:
             with anyio.CancelScope(shield=True):
                 how = await anyio.to_thread.run_sync(self._deaths.wait, process)
         return find_death(message, name, process, how)
-
-
-async def _report_last_phases(actor: Any) -> None:
-    # Whatever it fails by, the process ends next: its last phase then has the rest of its time.
-    with suppress(Exception):
-        await actor.report_last_phases.remote()
 
 
 def format_ray_error(error: Any) -> Exception:

@@ -511,7 +511,7 @@ async def _work(
             for rank in range(explorers_here):
                 start = partial(_start_explorer, config, room, rank)
                 exploring.start_soon(explore_to_the_end, actors, f"explorer-{rank}", start, notify)
-            async with notice(save), actors.reporting_on_cancellation():
+            async with notice(save), actors.reporting_on_cancellation("trainer-0"):
                 job.training = await actors.call("trainer-0", "train")
         await actors.call("trainer-0", "shutdown")
 
