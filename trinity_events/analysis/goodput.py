@@ -39,7 +39,7 @@ from trinity_schemas import (
 
 from ..core.fold_state import format_producer, trim_oldest
 from ..core.limits import KEPT_PRODUCERS
-from ..diagnostics.phases import (
+from ..diagnostics.phase_names import (
     CHUNK_SERVER_ROLE,
     LOG_SERVER_ROLE,
     SERVING,

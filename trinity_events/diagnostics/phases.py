@@ -19,47 +19,11 @@ from contextlib import contextmanager
 from trinity_schemas import ContractError, PhasesMeasured
 
 from ..errors import TrinityError
+from .phase_names import IDLE, PHASES, STARTING, find_pause
 
 logger = logging.getLogger(__name__)
 
-STARTING = "starting"
-IDLE = "idle"
-WAITING_SAMPLES, SERVING, STANDING_BY = "waiting-samples", "serving", "standing-by"
-WRITER_ROLE, DISCARDS_WRITER_ROLE = "writer", "discards-writer"
-"""Roles of the processes that write the record: of a rank, and of discarded answers."""
-STANDBY_ROLE = "standby"
-LOG_SERVER_ROLE, CHUNK_SERVER_ROLE = "log-server", "chunk-server"
-PHASES = (
-    STARTING,
-    # Of one explorer that installs while it generates, the engine is held: nothing is generated.
-    "installing",
-    "publishing",
-    "saving",
-    "training",
-    "generating",
-    "environment",
-    "judging",
-    "evaluating",
-    "folding",
-    "writing",
-    "waiting-rollouts",
-    "waiting-weights",
-    "waiting-requests",
-    "waiting-evaluation",
-    "waiting-trainer",
-    WAITING_SAMPLES,
-    SERVING,
-    STANDING_BY,
-    IDLE,
-)
-"""Phases by importance. A process that works and waits at once works."""
 _IMPORTANCE = {phase: place for place, phase in enumerate(PHASES)}
-SHORTEST_PAUSE = 2.0
-"""Seconds between two reports of a young process; a short run has some reports too."""
-LONGEST_PAUSE = 60.0
-"""Seconds between two reports of an old process: a thousand of them send 17 events a second."""
-_SHARE = 20
-"""A report comes once a process has aged by this part: a killed one has told 95 % of its time."""
 
 
 class PhaseClock:
@@ -213,8 +177,3 @@ class PhaseReports:
             self.report()
             if self._closing.wait(find_pause(self._clock.age)):
                 return
-
-
-def find_pause(age: float) -> float:
-    """Return the seconds until the next report of a process of an age."""
-    return min(max(age / _SHARE, SHORTEST_PAUSE), LONGEST_PAUSE)

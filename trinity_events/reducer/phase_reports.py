@@ -17,13 +17,8 @@ import redis
 from trinity_schemas import PhasesMeasured
 
 from ..core import MonitorState
-from ..diagnostics.phases import (
-    SHORTEST_PAUSE,
-    STANDBY_ROLE,
-    STANDING_BY,
-    PhaseClock,
-    find_pause,
-)
+from ..diagnostics.phase_names import SHORTEST_PAUSE, STANDBY_ROLE, STANDING_BY, find_pause
+from ..diagnostics.phases import PhaseClock
 from ..errors import TrinityError
 from ..log import AsyncPublisher, EventLog, RedisEventLog, new_producer
 from ..log.retry import CONNECTION_ERRORS

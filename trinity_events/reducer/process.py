@@ -33,7 +33,7 @@ from ..log.redis.error_replies import reply_text
 from ..log.reducer_root import mark_folder
 from ..log.retry import CONNECTION_ERRORS, backoff_delays
 from ..server import address_of
-from ..system.error_text import first_error
+from ..system.error_text import first_error, ungrouped
 from .checkpoint_files import CheckpointFiles
 from .checkpoint_retention import CheckpointRetention
 from .checkpoint_trash import CheckpointTrash
@@ -184,10 +184,11 @@ class _Lead:
 
     async def _acquire(self, leader: Leader) -> int:
         """Stand by until this reducer leads; return its fencing token."""
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(StandbyReporter(self._log).run)
-            token = await leader.acquire()
-            tasks.cancel_scope.cancel()
+        with ungrouped():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(StandbyReporter(self._log).run)
+                token = await leader.acquire()
+                tasks.cancel_scope.cancel()
         return token
 
     async def _own(self, owner: FolderOwner, files: CheckpointFiles) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.table import Table
 
 from ..analysis.goodput import FATES, Goodput, Straggler, Waste
-from ..diagnostics.phases import (
+from ..diagnostics.phase_names import (
     CHUNK_SERVER_ROLE,
     DISCARDS_WRITER_ROLE,
     LOG_SERVER_ROLE,

@@ -11,13 +11,13 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 
 import anyio
 
-from trinity_events.diagnostics.phases import (
+from trinity_events.diagnostics.phase_names import (
     CHUNK_SERVER_ROLE,
     LOG_SERVER_ROLE,
     SERVING,
-    PhaseClock,
     find_pause,
 )
+from trinity_events.diagnostics.phases import PhaseClock
 from trinity_events.errors import TrinityError
 from trinity_events.log import AsyncPublisher, EventLog, new_producer
 from trinity_events.server import (

@@ -22,13 +22,12 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
-from trinity_events.diagnostics.phases import (
+from trinity_events.diagnostics.phase_names import (
     DISCARDS_WRITER_ROLE,
     WAITING_SAMPLES,
     WRITER_ROLE,
-    PhaseClock,
-    PhaseReports,
 )
+from trinity_events.diagnostics.phases import PhaseClock, PhaseReports
 from trinity_events.diagnostics.waits import WaitReporter
 from trinity_events.errors import DeadlineExceeded, TrinityError
 from trinity_events.log import Publisher, SyncEventLog, new_producer

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from trinity_events import CheckpointCoordinator, Synchronizer
 from trinity_events.coordinator import PlannedSave
-from trinity_events.diagnostics.phases import IDLE, PhaseClock, PhaseReports
+from trinity_events.diagnostics.phase_names import IDLE
+from trinity_events.diagnostics.phases import PhaseClock, PhaseReports
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.rollouts.payloads import PayloadFault, PayloadsUnusable, load_groups
 from trinity_events.server import open_client
