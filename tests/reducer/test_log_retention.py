@@ -70,8 +70,8 @@ async def test_the_archive_waits_while_there_is_a_backlog_to_fold(run_id):
     token, _ = await log.lead(60)
 
     async def keep(position):
-        positions.append(position)
         folded_at.append((await log.load())[1])
+        positions.append(position)  # last: the test ends the reducer on it
 
     scope = anyio.CancelScope()
     async with anyio.create_task_group() as tasks:

@@ -224,6 +224,10 @@ class MemoryEventLog:
         with self._lock:
             return self._streams[Stream.EVENTS].last > (0, 0)
 
+    async def newest_epoch(self) -> int:
+        """Return the newest epoch of the run; 0 before the first one."""
+        return self.epoch_now()
+
     def epoch_now(self) -> int:
         """Return the run's newest epoch, from any thread."""
         with self._lock:
