@@ -60,6 +60,11 @@ class CoreWatch:
                     tasks.start_soon(watch)
                     yield
                     tasks.cancel_scope.cancel()
+        except Exception as error:
+            # vLLM may notice the death before the watch does, amid a call that gives up an update.
+            if type(error).__name__ != "EngineDeadError":
+                raise
+            raise EngineEnded("vLLM", self._ended or self._processes[0].name) from error
         finally:
             with self._lock:
                 self._listeners.remove(listener)
