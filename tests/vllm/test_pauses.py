@@ -1,5 +1,6 @@
 """Pauses of vLLM for a version: their modes, and updates that break, hang, or lose their core."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -16,6 +17,7 @@ from trinity_events import Synchronizer
 from trinity_events.system.error_text import ungrouped
 from trinity_schemas import GenerationPaused, GenerationResumed
 from trinity_workers.rollout_engines import EngineEnded, NotServing
+from trinity_workers.rollout_engines.vllm.core_watch import CoreWatch
 from trinity_workers.rollout_engines.vllm.options import VLLMUnusable
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.processes, pytest.mark.heavy]
@@ -157,3 +159,17 @@ async def test_an_update_that_hangs_ends_the_engine_at_its_deadline(
     synchronizer.close()
     await vllm_run.engine.install(announced)
     assert not any(process.is_alive() for process in processes)
+
+
+async def test_a_death_that_vllm_notices_first_ends_the_engine_in_the_same_way():
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    core = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,), name="core")
+    core.start()
+    try:
+        with raises(EngineEnded, engine="vLLM", process="core"):
+            async with CoreWatch([core]).alive():
+                raise EngineDeadError
+    finally:
+        core.kill()
+        core.join()
