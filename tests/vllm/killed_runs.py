@@ -290,7 +290,7 @@ class KilledVLLMRun:
         return find_process(self._training.pid, b"ray::" + victim.capitalize().encode())
 
     def _wait_for_update(self) -> int:
-        """Wait until an update begins; return the process id of the core that makes it."""
+        """Wait until an update begins; return the process of the core that makes it."""
         give_up = time.monotonic() + DEADLINE
         while True:
             readable, _, _ = select.select([self._reports], [], [], 1.0)

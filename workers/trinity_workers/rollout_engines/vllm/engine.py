@@ -585,7 +585,13 @@ class VLLMEngine:
             self.serves = version
         except Exception as error:
             self._refused.add(version)
-            await self._give_up_turns()
+            try:
+                await self._give_up_turns()
+            except Exception:
+                # Half loaded, and not to be stopped: a process of it died, which vLLM reports by
+                # several errors until its core has ended too.
+                reason = f"the update to step {version.step} could not be given up"
+                raise self._core.give_up(reason) from error
             if isinstance(error, NotAsPublished | ProofTooWeak):
                 assert self._synchronizer is not None
                 await anyio.to_thread.run_sync(self._synchronizer.report_refusal, ready, error)
