@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -203,20 +204,23 @@ async def local_ray(cpus: int) -> AsyncIterator[None]:
         )
         return mark_session(folder, os.getpid())
 
+    # The kernel kills Ray's processes when the thread that started them ends, and anyio ends its
+    # threads that idle: this one lasts as long as the block. It is not the main thread: there Ray
+    # would put a handler of its own in place of ours for SIGTERM, one that ends the process
+    # wherever it is.
     async with _reaped():
-        lock = None
-        try:
-            # Not on the main thread: there Ray would put a handler of its own in place of ours for
-            # SIGTERM, one that ends the process wherever it is.
+        with ThreadPoolExecutor(1, thread_name_prefix="ray") as parent:
+            lock = None
             try:
-                lock = await anyio.to_thread.run_sync(start)
-            except Exception as error:  # Ray has no class for it: its processes have 30 s to start
-                raise RayNotStarted(" ".join(str(error).split())) from None
-            yield
-        finally:
-            ray.shutdown()
-            if lock is not None:
-                os.close(lock)  # the reaper removes sessions without a lock
+                try:
+                    lock = await anyio.to_thread.run_sync(lambda: parent.submit(start).result())
+                except Exception as error:  # Ray has no class for it: its processes have 30 s
+                    raise RayNotStarted(" ".join(str(error).split())) from None
+                yield
+            finally:
+                ray.shutdown()
+                if lock is not None:
+                    os.close(lock)  # the reaper removes sessions without a lock
 
 
 @asynccontextmanager

@@ -243,11 +243,9 @@ async def _retrain(
     steps: Sequence[tuple[int, list[list[Experience]]]],
     changed: Sequence[str],
 ) -> None:
-    import ray
-
     from ..trainer.backends import get_trainer_wrapper
     from .lifecycle import closing
-    from .processes import ReducerProcess
+    from .processes import ReducerProcess, local_ray
 
     # It publishes no version, and records what is recorded already.
     settings = settings.replaced("sync", transport="redis", method="memory")
@@ -266,23 +264,20 @@ async def _retrain(
                 config = structs.replace(config, model_folder=folders / source / "model")
             reducer = ReducerProcess(url, target, folders, keep_checkpoints=0)
             # The reducer ends last: the end of the run waits for it.
-            async with reducer.running(), closing(client, config):
-                ray.init("local", include_dashboard=False, log_to_driver=False)
-                try:
-                    engine = get_trainer_wrapper(config)
-                    await engine.prepare()
-                    metrics = []
-                    for step, groups in steps:
-                        metrics.append({"step": step, **await engine.train_step(groups)})
-                        shown = metrics[-1]
-                        print_out(
-                            f"step {step}: score {shown['score']:.3g}, loss {shown['loss']:.6g}, "
-                            f"gradient norm {shown['gradient_norm']:.6g}"
-                        )
-                    await engine.save_checkpoint(block_until_saved=True)
-                    await engine.shutdown()
-                finally:
-                    ray.shutdown()
+            ranks = settings.trainer.rank_count
+            async with reducer.running(), closing(client, config), local_ray(ranks):
+                engine = get_trainer_wrapper(config)
+                await engine.prepare()
+                metrics = []
+                for step, groups in steps:
+                    metrics.append({"step": step, **await engine.train_step(groups)})
+                    shown = metrics[-1]
+                    print_out(
+                        f"step {step}: score {shown['score']:.3g}, loss {shown['loss']:.6g}, "
+                        f"gradient norm {shown['gradient_norm']:.6g}"
+                    )
+                await engine.save_checkpoint(block_until_saved=True)
+                await engine.shutdown()
     differing: list[str] | None = None
     last = folders / source / final_name(len(steps))
     if not changed and last.is_dir():
