@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from subprocess import DEVNULL, PIPE
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import anyio
 import msgspec
@@ -22,9 +21,7 @@ from msgspec import Struct
 from trinity_events.errors import TrinityError
 
 from ..config.sections.notify import NotifiedEvent, NotifyConfig
-
-if TYPE_CHECKING:
-    from anyio.abc import Process
+from ..runtime.process_groups import kill_group
 
 INTERRUPTED_DEADLINE = 3.0
 """Seconds for a message about an interrupted run: supervisors kill after ten."""
@@ -150,10 +147,4 @@ async def _run(command: tuple[str, ...], content: bytes) -> None:
             raise NotDelivered("exit", status=status)
     finally:
         with anyio.CancelScope(shield=True):
-            await _kill(process)
-
-
-async def _kill(process: Process) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.aclose()
+            await kill_group(process)

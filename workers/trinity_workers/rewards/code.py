@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,6 +17,7 @@ from msgspec import Struct
 
 from trinity_events.diagnostics.waits import NO_REPORTS, WaitReporter
 
+from ..runtime.process_groups import kill_group
 from ..tasks import Answer, Question
 from ..tasks.fields import propose_field, read_field
 from .code_blocks import find_code
@@ -126,7 +125,7 @@ class CodeRewards:
                     stderr=DEVNULL,
                     cwd=folder,
                     env={"HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"},
-                    # A group of its own, which _kill() ends with all that the code has started.
+                    # A group of its own: it is killed with all that the code has started.
                     start_new_session=True,
                 )
                 try:
@@ -135,7 +134,7 @@ class CodeRewards:
                     return False
                 finally:
                     with anyio.CancelScope(shield=True):
-                        await _kill(process)
+                        await kill_group(process)
 
     async def _exchange(self, process: anyio.abc.Process, token: bytes, program: bytes) -> bytes:
         """Send limits, token and program; return what comes back, no longer than the token."""
@@ -150,14 +149,3 @@ class CodeRewards:
             while len(received) <= len(token):
                 received += await process.stdout.receive(len(token) + 1 - len(received))
         return received
-
-
-async def _kill(process: anyio.abc.Process) -> None:
-    """Kill a process, and all that it started in its session."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        with suppress(ProcessLookupError):
-            # Only here: it reaps a process that has ended, and asyncio then warns that it cannot.
-            process.kill()
-    await process.aclose()

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from subprocess import PIPE
 
 import anyio
@@ -20,6 +19,7 @@ import anyio.abc
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from ...runtime.process_exit import format_exit
+from ...runtime.process_groups import kill_group
 from .frames import LARGEST, LENGTH_BYTES
 from .stacks import StackFile, format_place
 
@@ -102,11 +102,7 @@ class UserProcess:
     async def kill(self) -> None:
         """Kill the process, and all that it started."""
         self._stacks.close()
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.aclose()
+        await kill_group(self._process)
 
 
 class UserProcesses:
