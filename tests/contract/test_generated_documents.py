@@ -84,12 +84,14 @@ def checkout(tmp_path):
 
 
 def test_what_is_generated_is_in_step_with_the_contract():
-    assert lagging(ROOT) == []
+    assert lagging(ROOT) == [], "they lag behind: run make schemas"
 
 
 def test_there_is_a_sample_and_a_sender_of_every_event():
-    assert [type(sample) for sample in SAMPLES] == list(EVENT_TYPES)
-    assert set(SENT_BY) == set(EVENT_TYPES)
+    assert [type(sample) for sample in SAMPLES] == list(EVENT_TYPES), (
+        "enter it in tests/support/event_samples.py, at its place in the union Event"
+    )
+    assert set(SENT_BY) == set(EVENT_TYPES), "enter it in SENT_BY of trinity_schemas/events.py"
     assert {SENT_BY[kind] for kind in ANNOUNCEMENT_TYPES} == {"reducer"}
 
 

@@ -604,7 +604,7 @@ def only_slot(monitor, step=1, kind="state_dict"):
 
 
 def test_the_fold_bears_every_event_and_takes_announcements_from_nobody():
-    assert set(_HANDLERS) == set(EVENT_TYPES) - set(ANNOUNCEMENT_TYPES)
+    assert set(_HANDLERS) == set(EVENT_TYPES) - set(ANNOUNCEMENT_TYPES), "see _HANDLERS of fold.py"
     history = History()
     grant = SaveGranted(epoch=1, save_id="a", slot=slot(1), caused_by="1-0", lease=30.0)
     history.add(grant, by="impostor")

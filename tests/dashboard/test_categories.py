@@ -11,7 +11,7 @@ from trinity_schemas import (
 
 
 def test_every_event_and_announcement_has_a_category():
-    assert set(CATEGORY) == {*EVENT_TYPES, *ANNOUNCEMENT_TYPES}
+    assert set(CATEGORY) == {*EVENT_TYPES, *ANNOUNCEMENT_TYPES}, "see dashboard/categories.py"
 
 
 def test_an_event_is_about_the_step_by_which_tail_finds_it():

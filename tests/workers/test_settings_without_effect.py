@@ -240,9 +240,11 @@ def test_a_setting_without_effect_is_refused_with_the_reason_and_the_way_out(
 
 def test_every_setting_takes_effect_in_every_run_or_has_a_condition():
     conditional = {path for _, path in CONDITIONAL}
-    assert sorted(set(fields()) - ALWAYS - conditional) == [], "declare when it has an effect"
-    assert sorted(ALWAYS & conditional) == [], "it has a condition"
-    assert sorted((ALWAYS | conditional) - set(fields())) == []
+    assert sorted(set(fields()) - ALWAYS - conditional) == [], (
+        "enter these in ALWAYS if every run reads them, else give them an OnlyWhen in config/rules"
+    )
+    assert sorted(ALWAYS & conditional) == [], "they have an OnlyWhen: take them out of ALWAYS"
+    assert sorted((ALWAYS | conditional) - set(fields())) == [], "these are no settings"
     assert all(find_conditions(path) for path in conditional)
 
 

@@ -11,7 +11,11 @@ RepetitionPenaltyLogitsProcessor = pytest.importorskip(
 
 from tests.support.tensors import identical  # noqa: E402
 from trinity_schemas import Sampling  # noqa: E402
+from trinity_workers.config.sections.rollouts import RolloutsConfig  # noqa: E402
+from trinity_workers.config.train_config import TrainConfig  # noqa: E402
+from trinity_workers.rollout_engines.base import SAMPLING_SETTINGS  # noqa: E402
 from trinity_workers.rollout_engines.sampling import NoisySampler, turn_key  # noqa: E402
+from trinity_workers.rollout_engines.vllm.options import get_sampling_arguments  # noqa: E402
 
 ROWS = 40_000
 LOGITS = torch.tensor([1.5, 0.0, -1.0, 0.7, -3.0, 0.2])
@@ -144,6 +148,36 @@ def test_settings_of_one_row_do_not_touch_another():
             assert tokens[row] == alone[0]
             assert identical(logprobs[row], alone_logprobs[0])
         assert tokens[1] == tokens[2] == 0
+
+
+CHANGED = {
+    **{"max_new_tokens": 9, "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.1},
+    **{"repetition_penalty": 1.5, "stop": ("a",)},
+}
+"""Settings of sampling, each with another value than its default; the seed is the run's."""
+
+
+def test_every_setting_of_sampling_reaches_the_requests():
+    assert set(CHANGED) == set(Sampling.__struct_fields__) - {"seed"}, "enter it in CHANGED"
+    sampling = TrainConfig(rollouts=RolloutsConfig(**CHANGED)).sampling
+    passed = {name: getattr(sampling, name) for name in CHANGED}
+    assert passed == CHANGED, "pass it on in TrainConfig.sampling"
+
+
+def test_a_setting_of_sampling_is_honoured_by_every_engine_or_may_be_lacked():
+    assert set(SAMPLING_SETTINGS) == set(CHANGED) - {"max_new_tokens", "temperature"}, (
+        "an engine that lacks it would ignore it: enter it in SAMPLING_SETTINGS of base.py"
+    )
+
+
+# Stop strings are found here, token by token, and the limit of tokens is an argument.
+@pytest.mark.parametrize("name", sorted(set(CHANGED) - {"max_new_tokens", "stop"}))
+def test_every_setting_of_sampling_reaches_vllm(name):
+    plain = Sampling(max_new_tokens=4)
+    changed = Sampling(**{"max_new_tokens": 4, name: CHANGED[name]})
+    assert get_sampling_arguments(plain, 4, 0, ()) != get_sampling_arguments(changed, 4, 0, ()), (
+        "pass it on in get_sampling_arguments of vllm/options.py"
+    )
 
 
 def test_keys_differ_wherever_seed_ordinal_sample_and_turn_do():
