@@ -51,7 +51,7 @@ def folded(number):
     return monitor.state
 
 
-@pytest.mark.parametrize("number", [1, 2, 499, 500, 501, 3633, 8000, len(ENTRIES)])
+@pytest.mark.parametrize("number", [1, 2, 499, 500, 501, 4467, 8000, len(ENTRIES)])
 async def test_the_state_at_an_entry_is_the_fold_of_the_log_up_to_it(demo, number):
     status = await demo.json(f"{RUN}/at", number=number, whole="")
     assert status["whole"] == json.loads(json.dumps(state_as_json(folded(number))))
@@ -60,7 +60,7 @@ async def test_the_state_at_an_entry_is_the_fold_of_the_log_up_to_it(demo, numbe
     assert status["event"] is None or status["event"]["entry"] == ENTRIES[number - 1].id
 
 
-@pytest.mark.parametrize("number", [1, 500, 3633, len(ENTRIES)])
+@pytest.mark.parametrize("number", [1, 500, 4467, len(ENTRIES)])
 async def test_what_an_entry_changed_is_what_replay_shows(demo, number):
     status = await demo.json(f"{RUN}/at", number=number, changed="")
     former, state = state_as_json(folded(number - 1)), state_as_json(folded(number))
@@ -258,14 +258,14 @@ def test_a_proof_in_words_names_what_it_leaves_out():
 async def test_versions_of_the_past_are_those_of_the_log_up_to_then(demo):
     newest = await demo.json(f"{RUN}/versions")
     assert await demo.json(f"{RUN}/versions", number=len(ENTRIES)) == newest
-    past = await demo.json(f"{RUN}/versions", number=3633)
-    state = folded(3633)
+    past = await demo.json(f"{RUN}/versions", number=4467)
+    state = folded(4467)
     assert [version[1] for version in past["versions"]][-2:] == [40, 41]
     assert past["explorers"] == sorted(state.explorers)
     serves = {name: explorer.version.step for name, explorer in state.explorers.items()}
     applied = {(past["versions"][cell[0]][1], cell[1]) for cell in past["cells"]}
     assert {(step, name) for name, step in serves.items()} <= applied
-    assert max(cell[2] for cell in past["cells"]) <= position(ENTRIES[3632].id)[0] / 1000
+    assert max(cell[2] for cell in past["cells"]) <= position(ENTRIES[4466].id)[0] / 1000
 
 
 async def test_learning_is_a_sample_of_the_figures_that_ends_at_the_newest_step(demo):

@@ -10,7 +10,8 @@ import hashlib
 import heapq
 import math
 import random
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 
 from msgspec import Struct
@@ -25,6 +26,7 @@ from trinity_schemas import (
     ExplorerStatusChanged,
     LeaseExpired,
     LedgerRestored,
+    PhasesMeasured,
     Producer,
     Registration,
     ReissuedRollout,
@@ -53,12 +55,28 @@ from trinity_schemas import (
     version_digest,
 )
 
+from ..core.alarms import TRUNCATED_ANSWERS, AlarmJudge
 from ..log import Entry
 
 # Bytes of a rank: sixteen of them are some 7.7 billion parameters in bfloat16.
 _SHARD = 965_000_000
 _PROMPTS = 64
+_SAMPLES = 8
+"""Samples of a prompt."""
 _A_NODE = 8
+_STARTING = 4.0
+"""Seconds in which processes start, at least."""
+_REPORT_INTERVAL = 3
+"""Steps between reports of phases: 54 s of the demo, as processes report once a minute."""
+_WAITS = {
+    "trainer": "waiting-rollouts",
+    "actor": "waiting-trainer",
+    "explorer": "waiting-requests",
+}
+"""Phase of a process, by its role, while it does nothing else."""
+_THRESHOLDS = {"stalled_step": 3.0, "truncated_answers": 0.3}
+_TRUNCATED = (range(50, 57), range(114, 121))
+"""Steps of the demo with many answers cut off: an alarm that is over, and one that is not."""
 _FINGERPRINT = f"sha256:{hashlib.sha256(b'tasks').hexdigest()}"
 BEGIN = 1_767_258_000_000
 """Milliseconds at which the demo's run begins: 2026-01-01 09:00 UTC."""
@@ -97,6 +115,27 @@ class _Happening(Struct, frozen=True, order=True):
     repeat: bool
 
 
+class _Usage:
+    """Time, tokens and samples of a process since its start."""
+
+    def __init__(self, start: float) -> None:
+        self.until = start
+        """Milliseconds until which its seconds are counted."""
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.tokens = 0
+        self.samples = 0
+
+    def add_seconds(self, until: float, phases: Mapping[str, float], wait: str) -> None:
+        """Count the time until a moment: phases, as far as they fit into it, then a wait."""
+        remaining = (until - self.until) / 1000
+        for phase, seconds in phases.items():
+            spent = min(seconds, remaining)
+            self.seconds[phase] += spent
+            remaining -= spent
+        self.seconds[wait] += remaining
+        self.until = until
+
+
 class _Simulation:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -111,6 +150,12 @@ class _Simulation:
         self._last = (0, 0)
         self.served: dict[int, int] = {}
         """Explorer to the step of its version."""
+        # Separate: entries that pictures and tests name keep their times and figures.
+        self._phase_random = random.Random(plan.seed + 1)  # noqa: S311
+        self._alarms = AlarmJudge(_THRESHOLDS)
+        self._trained_at: float | None = None
+        """Seconds at which the trainer ended a step of this epoch; None before the first."""
+        self._usages: dict[tuple[str, int], _Usage] = {}
 
     # --- what the log does -----------------------------------------------------------------
 
@@ -168,9 +213,10 @@ class _Simulation:
             incarnation=hashlib.sha256(name.encode()).hexdigest()[:16],
         )
 
-    def restart(self, role: str, rank: int) -> None:
-        """Give a process another start."""
+    def restart(self, role: str, rank: int, seconds: float = 0.0) -> None:
+        """Give a process another start, in seconds from the begin of the step."""
         self._starts[role, rank] = self._starts.get((role, rank), 0) + 1
+        self._usages[role, rank] = _Usage(self.clock + seconds * 1000)
 
     # --- what the run does -----------------------------------------------------------------
 
@@ -214,11 +260,16 @@ class _Simulation:
             length, generated = self._straggler(step, length, generated)
         publish = generated + length * 0.2
         self.plan_event(generated, trainer, TrainerStatusChanged(status="running", step=step))
+        staleness, metrics = self._staleness(), self._metrics(step, length)
+        tokens = round(_PROMPTS * _SAMPLES * metrics["response_length"])
+        fates = {"trained": tokens}
         lost: dict[str, tuple[tuple[int, int], ...]] = {}
         if step % 7 == 0:
             # Now and then two prompts are filtered, so that the ledger shows a fate besides
             # training.
             lost = {"filtered": ((first + 3, first + 4),)}
+            fates = {"trained": tokens - tokens // 32, "filtered": tokens // 32}
+            staleness[0] -= 2 * _SAMPLES
         trained = (
             ((first, first + 2), (first + 5, first + _PROMPTS - 1))
             if lost
@@ -231,16 +282,71 @@ class _Simulation:
                 step=step,
                 trained=trained,
                 dropped=lost,
-                staleness=self._staleness(),
-                metrics=self._metrics(step, length),
+                staleness=staleness,
+                tokens=fates,
+                metrics=metrics,
             ),
         )
+        self._plan_alarms(step, publish, metrics)
         self._version(step, publish)
         if step % plan.save_interval == 0:
             self._checkpoint(step, publish + 0.4)
         if plan.faults:
             self._oddities(step, publish)
+        self._plan_reports(step, length, publish - generated, tokens)
         return length
+
+    def _plan_alarms(self, step: int, publish: float, metrics: Mapping[str, float]) -> None:
+        """Plan the alarms that the trainer raises and clears after a step."""
+        at = self.clock / 1000 + publish
+        seconds = None if self._trained_at is None else at - self._trained_at
+        self._trained_at = at
+        for event in self._alarms.judge_step(step, metrics, seconds):
+            self.plan_event(publish, ("trainer", 0), event)
+
+    def _plan_reports(self, step: int, length: float, training: float, tokens: int) -> None:
+        """Count the time and the tokens of a step, and plan the reports of the processes."""
+        plan, end = self.plan, self.clock + length * 1000
+        work = {"training": training, "publishing": 0.9}
+        if step % plan.save_interval == 0:
+            work["saving"] = 1.5  # a rank trains while the rest of a save is written
+        counts = {"trainer": 1, "actor": plan.ranks, "explorer": plan.explorers}
+        processes = [(role, rank) for role, count in counts.items() for rank in range(count)]
+        for role, rank in processes:
+            usage = self._usages.setdefault((role, rank), _Usage(plan.begin))
+            if usage.until >= end:
+                continue  # it starts after this step
+            phases = work
+            if role == "explorer":
+                phases = self._draw_phases(length)
+                usage.tokens += _get_share(tokens, rank, plan.explorers)
+                usage.samples += _get_share(_PROMPTS * _SAMPLES, rank, plan.explorers)
+            if not usage.seconds:
+                start = max((end - usage.until) / 1000 - length, _STARTING)
+                phases = {"starting": start, **phases}
+            usage.add_seconds(end, phases, _WAITS[role])
+            if step % _REPORT_INTERVAL == 0 or step == plan.steps:
+                names = ("sampled", "answered") if role == "explorer" else ()
+                report = PhasesMeasured(
+                    seconds=dict(usage.seconds),
+                    phase=_WAITS[role],
+                    tokens=dict.fromkeys(names, usage.tokens),
+                    samples=usage.samples,
+                    gpus=0.0 if role == "trainer" else 1.0,
+                )
+                # Within the step, so that the report of the last step is in the log.
+                self.plan_event(length - 0.001, (role, rank), report)
+
+    def _draw_phases(self, length: float) -> dict[str, float]:
+        """Return the phases of an explorer in a step; the rest is the wait for its requests."""
+        draw = self._phase_random.uniform
+        # A step that is held up is no longer for the explorers that wait for it.
+        length = min(length, 1.2 * self.plan.seconds)
+        return {
+            "generating": length * draw(0.6, 0.72),
+            "judging": length * draw(0.05, 0.09),
+            "installing": draw(0.1, 0.25),
+        }
 
     def _staleness(self) -> dict[int, int]:
         # 512 samples: eight of each prompt.
@@ -261,6 +367,8 @@ class _Simulation:
             "grad_norm": 0.9 + abs(noise(0, 0.25)) + (2.2 if step == 63 else 0),
             "response_length": 240 + 210 * learnt + noise(0, 12),
             "tokens_per_second": 61_000 * self.plan.seconds / length + noise(0, 900),
+            TRUNCATED_ANSWERS: self._phase_random.uniform(0.01, 0.05)
+            + (0.34 if self.plan.faults and any(step in steps for steps in _TRUNCATED) else 0),
         }
 
     def _version(self, step: int, publish: float) -> None:
@@ -383,7 +491,7 @@ class _Simulation:
         )
         # After the lease of 15 s.
         self.plan_event(started + 17.4, ("reducer", 0), expired)
-        self.restart("actor", slot.rank)
+        self.restart("actor", slot.rank, started + 20)
         self._save(slot.step, slot.rank, started + 26, 6.5, again=1)
 
     def _straggler(self, step: int, length: float, generated: float) -> tuple[float, float]:
@@ -425,6 +533,11 @@ class _Simulation:
         self.plan_event(generated + delay - 5.8, late, ended)
         over = WaitEnded(wait_id=f"t{step}", outcome="over", seconds=delay)
         self.plan_event(generated + delay, ("trainer", 0), over)
+        bound, trained_at = self._alarms.stalled_after, self._trained_at
+        assert bound is not None and trained_at is not None
+        stall = self._alarms.judge_stall(step, bound, "waiting-rollouts")
+        assert stall is not None
+        self.plan_event(trained_at + bound - self.clock / 1000, ("trainer", 0), stall)
         return length + delay, generated + delay
 
     def _is_cut_off(self, step: int, rank: int) -> bool:
@@ -455,15 +568,19 @@ class _Simulation:
     def _crash(self, step: int) -> int:
         """Let the trainer die; it resumes from the last whole checkpoint. Return the next step."""
         from_step = 80  # the checkpoint of step 90 lacks a save: a disk was full
-        self.clock += 9000
+        self.clock += 61_000
         self.epoch += 1
         self.restart("trainer", 0)
         for rank in self._ranks:
             self.restart("actor", rank)
-        self.clock += 52_000
+        for rank in range(self.plan.explorers):
+            self.restart("explorer", rank)
+        self._alarms, self._trained_at = AlarmJudge(_THRESHOLDS), None
         checkpoint = StepRef(1, from_step)
         resumed = RunResumed(step=from_step, checkpoint=checkpoint, transport=_TRANSPORT)
         self.plan_event(0, ("trainer", 0), resumed)
+        for rank in range(self.plan.explorers):
+            self.plan_event(0.5, ("explorer", rank), ExplorerStatusChanged(status="running"))
         filtered = 2 * len([number for number in range(1, from_step + 1) if number % 7 == 0])
         total = from_step * _PROMPTS
         ledger = TrainedLedger(
@@ -523,3 +640,8 @@ _TRANSPORT = ChosenTransport(name="redis", reason="the explorers are on other ho
 
 def _digest(epoch: int, step: int, rank: int) -> str:
     return f"sha256:{(epoch << 48) + (step << 16) + rank:064x}"
+
+
+def _get_share(total: int, rank: int, explorers: int) -> int:
+    """Return the part of an explorer; the parts of all add up to the total."""
+    return total // explorers + (rank < total % explorers)
