@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,15 @@ def drop_engine(rank: Rank) -> None:
     rank.objects.engine = None
     gc.collect()
     leave()
+
+
+def count_gloo_threads() -> int:
+    """Count the threads of Gloo's groups in this process."""
+    count = 0
+    for name in Path("/proc/self/task").glob("*/comm"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+            count += "gloo" in name.read_text()
+    return count
 
 
 def full_weights(rank: Rank) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from tests.support import megatron_ranks as at  # noqa: E402
+from tests.support.waits import wait_until  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
 from trinity_workers.engines.megatron import OptimizerOptions, ParallelLayout  # noqa: E402
 from trinity_workers.learning.finite import nested_tensors  # noqa: E402
@@ -193,3 +194,23 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_no_step_on_any(
         assert not math.isfinite(norms[1])
         assert math.isfinite(norms[2])
         assert is_unchanged
+
+
+def train_and_drop_engines(rank, batches, *make_options) -> None:
+    """Train and drop an engine twice, and wait until the threads of its groups have ended."""
+    at.drop_engine(rank)
+    before = at.count_gloo_threads()
+    for _ in range(2):
+        at.make_engine(rank, *make_options)
+        at.train(rank, batches)
+        assert at.count_gloo_threads() > before + 2, "groups have threads, and these names"
+        at.drop_engine(rank)
+        # Threads of groups before this test may end meanwhile.
+        wait_until(lambda: at.count_gloo_threads() <= before, "an engine's groups have threads")
+
+
+def test_an_engine_that_is_gone_has_no_threads(rank_group, megatron_folder, batches):
+    ranks = rank_group(2)
+    # This optimizer's shards of float32 parameters referred to all groups of the engine.
+    options = (megatron_folder("qwen3"), ParallelLayout(), optimizer(distributed=True))
+    ranks(train_and_drop_engines, batches[:1], *options)

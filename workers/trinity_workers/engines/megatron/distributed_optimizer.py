@@ -38,6 +38,7 @@ def make_resumable(optimizer: Any) -> None:
         if type(part) is DistributedOptimizer:
             # megatron-core's function makes no other class, and reads global groups as it does.
             part.__class__ = _resumable_class()
+            _detach_shards(part)
 
 
 @cache
@@ -99,6 +100,22 @@ def _resumable_class() -> type:
             return state
 
     return ResumableOptimizer
+
+
+def _detach_shards(optimizer: Any) -> None:
+    """Detach the shards of float32 parameters from autograd's graph, before the first step.
+
+    megatron-core makes them as differentiable views. Their graph keeps the accumulators of
+    gradients, whose hooks keep the model, and Python's garbage collector cannot see that cycle.
+    """
+    groups = optimizer.optimizer.param_groups
+    for group, shards in zip(groups, optimizer.shard_fp32_groups, strict=True):
+        for index, shard in enumerate(shards):
+            detached = shard.detach()
+            # The norm of the gradients depends on attributes such as `tensor_model_parallel`.
+            vars(detached).update(vars(shard))
+            # These shards are the first parameters of their group.
+            shards[index] = group["params"][index] = detached
 
 
 def _with_padding(packed: Tensor, buckets: Any) -> Tensor:

@@ -208,10 +208,28 @@ def _own_group(size: int, timeout: timedelta) -> dist.ProcessGroup:
 
 
 def leave() -> None:
-    """Destroy megatron-core's groups, so that another layout can be joined."""
-    from megatron.core import parallel_state
+    """Destroy megatron-core's groups, so that another layout can be joined.
 
+    Their connections and threads end with the last reference to the engines that use them.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+        YarnRotaryEmbedding,
+    )
+
+    groups = parallel_state._global_process_group_list or ()
     parallel_state.destroy_model_parallel()
+    # It leaves these as they are, and of all groups it destroys only those for checkpoints.
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
+    for group in groups:
+        # None is the default group. After that has been destroyed, torch has none of these.
+        if group is not None and group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
+    # Their caches keep the last 32 embeddings, each of which has a group.
+    RotaryEmbedding.forward.cache_clear()
+    YarnRotaryEmbedding.forward.cache_clear()
 
 
 def _joined(layout: ParallelLayout) -> bool:
