@@ -214,11 +214,6 @@ def bundle() -> str:
     return "\n".join(parts)
 
 
-def find_imports(name: str) -> list[str]:
-    """Return the modules that a module imports."""
-    return [module for _, module in _IMPORT.findall((STATIC / name).read_text())]
-
-
 def _meta(policy: str) -> str:
     return f'<meta http-equiv="content-security-policy" content="{policy}">'
 
