@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable
@@ -227,4 +228,8 @@ def _leave(rank: Rank) -> None:
 
     rank.exits.close()
     rank.objects = SimpleNamespace()
+    if "megatron.core" in sys.modules:  # a test may have joined a layout without an engine
+        from trinity_workers.engines.megatron import leave
+
+        leave()
     dist.destroy_process_group()
