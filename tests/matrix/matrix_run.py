@@ -40,15 +40,20 @@ REWARD = """
 import time
 from pathlib import Path
 
-HOLD = Path(__file__).with_name("hold")
+GIVEN, JOINED = (Path(__file__).with_name(name) for name in ("given", "joined"))
 
 
 def reward(question, answer):
-    while HOLD.exists():
+    with GIVEN.open("ab") as file:
+        file.write(b".")
+    while GIVEN.stat().st_size > 96 and not JOINED.exists():
         time.sleep(0.02)
     return float(answer.tokens % 3)
 """
-"""Reward that comes once the late explorer serves, so that it surely joins a run under way."""
+"""Reward of which those of the last two steps come once the late explorer serves.
+
+So it surely joins a run under way, however far explorers are ahead of the trainer.
+"""
 
 
 class Result(Struct, frozen=True, kw_only=True):
@@ -95,7 +100,7 @@ def perform(combination: Combination, folder: Path, model: Path, redis_url: str)
     """
     began, run_id = time.monotonic(), combination.name.replace("_", "-")
     folder.mkdir(parents=True)
-    hold = folder / "hold"
+    joined = folder / "joined"
     (folder / "reward.py").write_text(REWARD)
     file, outputs = folder / "run.yaml", (folder / "train.txt", folder / "late.txt")
     file.write_text(json.dumps(settings(combination, model)))  # JSON is YAML
@@ -105,7 +110,7 @@ def perform(combination: Combination, folder: Path, model: Path, redis_url: str)
         return whole_log(redis_url, run_id)
 
     try:
-        _run(file, where, outputs, hold, log)
+        _run(file, where, outputs, joined, log)
     except RunFailed as error:
         outputs_text = [
             f"{output.name}: {output.read_text()[-2000:]}" for output in outputs if output.is_file()
@@ -119,18 +124,17 @@ def perform(combination: Combination, folder: Path, model: Path, redis_url: str)
     )
 
 
-def _run(file: Path, where: list[str], outputs: tuple[Path, Path], hold: Path, log: Log) -> None:
+def _run(file: Path, where: list[str], outputs: tuple[Path, Path], joined: Path, log: Log) -> None:
     """Run the trainer's command and, once two steps were trained, the late explorer's."""
     with started("train", str(file), *where, output=outputs[0]) as training:
         _wait(lambda: _trained(log()) >= JOINS_AFTER, "no steps were trained", training)
-        hold.touch()
         own = ("--rank", str(LATE), "--config", str(file))
         with started("explorer", *own, *where, output=outputs[1]) as late:
             name = f"explorer-{LATE}"
             _wait(
                 lambda: name in served_versions(log()), "the late explorer serves nothing", training
             )
-            hold.unlink()
+            joined.touch()
             _wait(lambda: training.poll() is not None, "training does not end")
             _wait(lambda: late.poll() is not None, "the late explorer does not end")
     for name, process in (("training", training), ("the late explorer", late)):
