@@ -40,7 +40,8 @@ def test_kept_states_are_thinned_out_and_stay_those_of_the_fold(bound):
         monitor.fold([entry])
         if stored.is_due(number):
             stored.add(number, monitor.state)
-    assert stored.count <= 17 if bound == "number" else stored.nbytes <= 30_000
+    assert stored.count <= most + 1
+    assert stored.nbytes <= most_bytes
     assert 1 < stored.count < len(ENTRIES) // 4
     for number in (0, 1, 77, len(ENTRIES)):
         nearest = stored.before(number)

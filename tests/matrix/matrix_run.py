@@ -46,14 +46,12 @@ GIVEN, JOINED = (Path(__file__).with_name(name) for name in ("given", "joined"))
 def reward(question, answer):
     with GIVEN.open("ab") as file:
         file.write(b".")
+    # Of 128: the answers of the last two steps, however far explorers are ahead of the trainer.
     while GIVEN.stat().st_size > 96 and not JOINED.exists():
         time.sleep(0.02)
     return float(answer.tokens % 3)
 """
-"""Reward of which those of the last two steps come once the late explorer serves.
-
-So it surely joins a run under way, however far explorers are ahead of the trainer.
-"""
+"""Reward whose last answers wait for the late explorer, so that it joins a run under way."""
 
 
 class Result(Struct, frozen=True, kw_only=True):
