@@ -42,6 +42,8 @@ class CoreWatch:
         Raises:
             EngineEnded: A process ended.
         """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         event = asyncio.Event()
         listener = (asyncio.get_running_loop(), event)
         with self._lock:
@@ -60,10 +62,8 @@ class CoreWatch:
                     tasks.start_soon(watch)
                     yield
                     tasks.cancel_scope.cancel()
-        except Exception as error:
+        except EngineDeadError as error:
             # vLLM may notice the death before the watch does, amid a call that gives up an update.
-            if type(error).__name__ != "EngineDeadError":
-                raise
             raise EngineEnded("vLLM", self._ended or self._processes[0].name) from error
         finally:
             with self._lock:
