@@ -225,3 +225,17 @@ def test_an_outage_is_the_first_cause_and_blames_no_explorer():
     assert (cause.reason, cause.process) == ("waits", "trainer-0")
     assert cause.sentence.startswith(f"trainer-0 waits for {what} for ")
     assert "reports no wait" not in cause.sentence
+
+
+def test_no_other_wait_of_a_trainer_hides_an_outage_or_blames_explorers_for_it():
+    history = History()
+    history.add(ExplorerStatusChanged(status="running"), by="explorer", rank=0)
+    history.add(waits("drain", what="the evaluations on held-out questions"), by="trainer")
+    history.add(waits("announcement", what="the announcement of step 1", step=1), by="trainer")
+    history.add(VersionOpened(step=1, ranks=(0,), transport="memory"))
+    what = "http://judge, which fails for every request (refused)"
+    outage = WaitStarted(wait_id="outage", what=what, seconds=9.0, is_outage=True)
+    history.add(outage, by="trainer")
+    listed = causes(history)
+    assert what in [cause.what for cause in listed]
+    assert not any("explorer-0 reports no wait" in cause.sentence for cause in listed)

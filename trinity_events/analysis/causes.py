@@ -165,6 +165,7 @@ class _Link(NamedTuple):
     step: int | None = None
     kind: Kind | None = None
     reason: Reason = "waits"
+    is_outage: bool = False
 
 
 class _End(NamedTuple):
@@ -448,7 +449,9 @@ def _links(state: MonitorState, now: int) -> list[_Link]:
 
 
 def _reported(state: MonitorState, now: int, nodes: dict[int | None, list[str]]) -> Iterator[_Link]:
-    for wait in open_waits(state, now):
+    waits = open_waits(state, now)
+    in_outage = {wait.by for wait in waits if wait.is_outage}
+    for wait in waits:
         on = tuple(name for name in wait.waits_for if name != wait.by)
         # A process that waits for itself, such as for its own save, is an end.
         is_own = bool(wait.waits_for) and not on
@@ -457,8 +460,13 @@ def _reported(state: MonitorState, now: int, nodes: dict[int | None, list[str]])
         names_cause = wait.waits_for or wait.is_outage
         if on or of_step or names_cause or not wait.by.startswith("trainer"):
             # The step names its missing ranks, which are nearer to the cause than the trainer.
-            yield _Link(wait.by, wait.what, of_step or on, wait.since, sentence, wait.step)
+            yield _Link(
+                *(wait.by, wait.what, of_step or on, wait.since, sentence, wait.step),
+                is_outage=wait.is_outage,
+            )
             continue
+        if wait.by in in_outage:
+            continue  # It waits for the end of the outage too, which is no explorer's fault.
         # A trainer that names no process waits for any explorer: if none runs, for the lost ones,
         # which may be stopped processes of this host.
         explorers = tuple(_running_explorers(state)) or tuple(
@@ -567,7 +575,8 @@ def _ends(links: Sequence[_Link]) -> list[_End]:
                 ends.append(_End(name, link, depth))
             for deeper in by.get(name, ()):
                 walk(deeper, depth + 1)
-        if not link.on and not any(other.on for other in by[link.by]):
+        # Other waits of a process lead further, but to nothing outside of the run.
+        if not link.on and (link.is_outage or not any(other.on for other in by[link.by])):
             ends.append(_End(None, link, depth))
 
     named = {name for link in links for name in link.on}
