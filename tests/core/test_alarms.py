@@ -93,6 +93,29 @@ def test_a_threshold_of_none_is_off():
     assert judge.judge_transfer(1, "explorer-0", 1, 1e9) is None
 
 
+def judge_trouble(thresholds):
+    """Return all verdicts on a run in which everything that has an alarm goes wrong."""
+    judge = AlarmJudge(thresholds)
+    events = []
+    for step in range(100):
+        metrics = dict.fromkeys((f"rollout/{name}" for name in SHARES), 0.99)
+        metrics |= {"reward": 0.5, "rollout_entropy": 2.0 if step < 20 else 0.01}
+        metrics |= {"reward_parts/length": 0.01 * step, "reward_parts/answer": -0.01 * step}
+        events += judge.judge_step(step, metrics, 10.0)
+        events.append(judge.judge_transfer(step, "explorer-0", 10**8, 1.0))
+    events.append(judge.judge_stall(100, 1e4, "training"))
+    return {event.alarm for event in events if event is not None}
+
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_each_threshold_decides_its_own_alarm_and_no_other(name):
+    thresholds = THRESHOLDS | {"transfer_rate": 1e9}
+    assert judge_trouble(thresholds) == THRESHOLDS.keys()
+    # Beyond all measurements; these two are floors.
+    lax = {"entropy_collapse": 1e-6, "transfer_rate": 1.0}.get(name, 1e6)
+    assert judge_trouble(thresholds | {name: lax}) == THRESHOLDS.keys() - {name}
+
+
 def test_entropy_collapse_needs_a_reward_that_is_no_higher():  # 5
     def series(reward_after):
         return [
