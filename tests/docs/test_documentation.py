@@ -52,6 +52,11 @@ def anchors(page: Path) -> set[str]:
     }
 
 
+def test_the_changelog_stays_short():
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    assert len(lines) <= 60, "join entries, or leave the details to the pages that they name"
+
+
 def test_every_command_has_a_page_and_no_other_has():
     pages = {page.stem for page in (DOCS / "commands").glob("*.md")}
     assert pages == {*generator.commands(), "index"}
