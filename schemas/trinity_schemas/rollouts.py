@@ -368,7 +368,8 @@ class Experience(ExperienceHeader, frozen=True, kw_only=True):
         """Return True if the last tokens of its last turn repeat few runs of four tokens."""
         last = next(turn for turn in reversed(self.turns) if turn.role == "policy")
         tail = last.tokens[-LOOP_TAIL:]
-        if len(tail) < LOOP_TAIL:
+        # Each token but the last three begins a run: so many different ones are as many runs.
+        if len(tail) < LOOP_TAIL or len(set(tail[:-3])) > _LOOP_RUNS:
             return False
         runs = set(zip(tail, tail[1:], tail[2:], tail[3:], strict=False))
         return len(runs) <= _LOOP_RUNS
@@ -416,8 +417,11 @@ class ExperienceReference(ExperienceHeader, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sampled = sum(count for _, count in self.versions)
-        are_ordered = all(older < newer for (older, _), (newer, _) in pairwise(self.versions))
+        sampled, are_ordered = self.versions[0][1], True
+        # Most samples are of one version, and every sample of a step passes here.
+        if len(self.versions) > 1:
+            sampled = sum(count for _, count in self.versions)
+            are_ordered = all(older < newer for (older, _), (newer, _) in pairwise(self.versions))
         # A prompt has at least one token, which no version sampled.
         if sampled >= self.tokens or not are_ordered:
             raise ExperienceContradiction("versions", self.sample, self.samples)

@@ -11,6 +11,7 @@ from trinity_events.rollouts.experience_checks import (
     MIN_LOGPROB,
     AnswerLimits,
     find_fault,
+    find_group_fault,
     find_version_fault,
 )
 from trinity_schemas import Experience, ExperienceUnreadable, Sampling, StepRef, Turn
@@ -46,7 +47,11 @@ def sound(logprobs=(-0.5,), *, tokens=None, prompt=(3,), **values):
 
 
 def fault_of(experience):
-    return find_fault(experience, LIMITS, SAMPLING) or find_version_fault(experience, epoch=1)
+    fault = find_fault(experience, LIMITS, SAMPLING)
+    # In a group, between samples without a fault, the same one is found.
+    in_group = find_group_fault([sound(), experience, sound()], LIMITS, SAMPLING)
+    assert in_group == (None if fault is None else (experience, fault))
+    return fault or find_version_fault(experience, epoch=1)
 
 
 OF_CONTENT = {kind: fault for kind, (fault, _) in FAULTS.items() if fault != "request"}
@@ -92,6 +97,22 @@ def test_log_probabilities_before_a_high_temperature_may_be_lower():
     low = sound([1.5 * MIN_LOGPROB])
     assert find_fault(low, LIMITS, cold).kind == "logprobs"
     assert find_fault(low, LIMITS, hot) is None
+
+
+@pytest.mark.parametrize("token", [7, 70_000], ids=["two bytes", "four bytes"])
+@pytest.mark.parametrize("length", [3, 100_000], ids=["short", "long"])
+def test_a_bad_number_of_a_group_is_found_however_long_its_samples_are(token, length):
+    sampling, limits = Sampling(max_new_tokens=length), AnswerLimits(vocabulary_size=2**17)
+    short = sound([-0.5])
+    samples = [sound([-0.5] * length, tokens=[token] * length)] * 2
+    assert find_group_fault([short, *samples], limits, sampling) is None
+
+    bad_id = sound([-0.5] * length, tokens=[token] * (length - 1) + [2**17])
+    bad_logprob = sound([-0.5] * (length - 1) + [math.nan], tokens=[token] * length)
+    for bad, kind in ((bad_id, "tokens"), (bad_logprob, "logprobs")):
+        sample, fault = find_group_fault([short, *samples, bad], limits, sampling)
+        assert sample is bad
+        assert fault.kind == kind
 
 
 def test_limits_that_are_unknown_are_not_checked():

@@ -107,8 +107,13 @@ _LOOK_REFUSED = 0.2
 often a request is issued again whose every answer is refused."""
 _WORDS = 0.25
 """Seconds between two descriptions of what is missing, while answers arrive."""
-_GATHER = 0.002
-"""Seconds for which answers gather before the next read, while more than one is missing."""
+_GATHER = 0.002, 0.05
+"""Least and most seconds for which answers gather before the next read, while several are missing.
+
+In between it is :data:`_GATHER_SHARE` of the wait so far. Reads then grow with the logarithm of the
+wait, and the trainer's processor time does not grow with the length of answers.
+"""
+_GATHER_SHARE = 1 / 16
 
 logger = logging.getLogger(__name__)
 
@@ -569,7 +574,9 @@ class RolloutDispatcher:
                 next_look = min(next_look, self._looked_at + _LOOK_REFUSED)
             if answers and self._state.lacks_several(count):
                 # One round trip for many samples: answers of a batch arrive within milliseconds.
-                await anyio.sleep(_GATHER)
+                least, most = _GATHER
+                share = _GATHER_SHARE * (anyio.current_time() - began)
+                await anyio.sleep(min(max(least, share), most))
             if waiting is not None and (missing := self.waits_for(count)):
                 await waiting(missing, anyio.current_time() - began)
 

@@ -11,10 +11,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from typing import Literal, NamedTuple
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from trinity_schemas import (
     Experience,
@@ -24,6 +26,7 @@ from trinity_schemas import (
     StepRef,
     Turn,
 )
+from trinity_schemas.arrays import TypedArray
 from trinity_schemas.identity import LONGEST_NAME
 from trinity_schemas.rollouts import MAX_FLOAT32, MAX_REWARD, MAX_REWARD_PARTS, REWARD_RANGE
 
@@ -35,6 +38,9 @@ MIN_LOGPROB = -104.0
 so a softmax in float32 samples no token below it."""
 LONGEST_DETAIL = 500
 """Maximum characters of a fault in words, as it goes into logs and events."""
+
+_JOINED_BYTES = 1 << 18
+"""Bytes of a group's arrays up to which joining them costs less than a call of NumPy for each."""
 
 FaultKind = Literal[
     "unreadable", "request", "reward", "reward-parts", "logprobs", "tokens", "length", "versions"
@@ -93,6 +99,40 @@ def find_fault(
         or _find_length_fault(experience, limits, sampling)
         or _find_turn_fault(experience, limits, sampling)
     )
+
+
+def find_group_fault(
+    group: Sequence[Experience],
+    limits: AnswerLimits = NO_LIMITS,
+    sampling: Sampling | None = None,
+) -> tuple[Experience, Fault] | None:
+    """Return the first sample of a group that has a fault, and that fault.
+
+    Faults are those of :func:`find_fault`; the ids and log-probabilities of all samples are looked
+    at together, which takes a tenth of the time where samples are short.
+
+    Args:
+        group: Samples of one prompt.
+        limits: Limits of the run's model and task.
+        sampling: Sampling that was asked for; None if it is unknown.
+    """
+    # A turn that several samples share, such as their prompt, once.
+    turns = [*{id(turn): turn for sample in group for turn in sample.turns}.values()]
+    are_sound = _are_numbers_sound(turns, limits, sampling)
+    for sample in group:
+        fault = (
+            _find_set_fault(sample, limits)
+            or _find_reward_fault(sample, limits)
+            or _find_length_fault(sample, limits, sampling)
+            or (
+                next(filter(None, map(_find_count_fault, sample.turns)), None)
+                if are_sound
+                else _find_turn_fault(sample, limits, sampling)
+            )
+        )
+        if fault is not None:
+            return sample, fault
+    return None
 
 
 def find_reference_fault(
@@ -234,12 +274,54 @@ def _find_length_fault(
     return None
 
 
+def _are_numbers_sound(
+    turns: Sequence[Turn], limits: AnswerLimits, sampling: Sampling | None
+) -> bool:
+    """Return False if an id or a log-probability of some turns is at fault."""
+    size, least = limits.vocabulary_size, _least_logprob(sampling)
+    for ids in _join([turn.tokens for turn in turns]):
+        lowest, highest = _find_extremes(ids)
+        if lowest < 0 or (size is not None and highest >= size):
+            return False
+    for logprobs in _join([turn.logprobs for turn in turns]):
+        lowest, highest = _find_extremes(logprobs)
+        # A comparison with NaN is false.
+        if not least <= lowest <= highest <= LOGPROB_TOLERANCE:
+            return False
+    return True
+
+
+def _join(arrays: Sequence[TypedArray | list[Any]]) -> list[memoryview]:
+    """Return the numbers of arrays as few buffers: those of one type as one, unless they are long.
+
+    Empty arrays have none.
+    """
+    by_type = defaultdict[str, list[TypedArray]](list)
+    for array in arrays:
+        assert isinstance(array, TypedArray)  # a turn packs the lists that it is given
+        if array.length:
+            by_type[array.dtype].append(array)
+    buffers = []
+    for same_type in by_type.values():
+        if sum(len(array.data) for array in same_type) > _JOINED_BYTES:
+            buffers += [array.view for array in same_type]
+        else:
+            length = sum(array.length for array in same_type)
+            data = b"".join(array.data for array in same_type)
+            buffers.append(replace(same_type[0], length=length, data=data).view)
+    return buffers
+
+
+def _least_logprob(sampling: Sampling | None) -> float:
+    # At temperature 1 a token has up to T times the log-probability that it has at temperature T.
+    hottest = max(1.0, sampling.temperature) if sampling is not None else 1.0
+    return MIN_LOGPROB * hottest  # of an engine that reports logits before the temperature
+
+
 def _find_turn_fault(
     experience: Experience, limits: AnswerLimits, sampling: Sampling | None
 ) -> Fault | None:
-    # At temperature 1 a token has up to T times the log-probability that it has at temperature T.
-    hottest = max(1.0, sampling.temperature) if sampling is not None else 1.0
-    least = MIN_LOGPROB * hottest  # of an engine that reports logits before the temperature
+    least = _least_logprob(sampling)
     for turn in experience.turns:
         fault = _find_token_fault(turn, limits.vocabulary_size) or _find_count_fault(turn)
         if fault is None and turn.logprobs:

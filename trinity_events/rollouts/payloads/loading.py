@@ -22,7 +22,7 @@ from trinity_schemas import (
 )
 
 from ...errors import TrinityError
-from ..experience_checks import LONGEST_DETAIL, NO_LIMITS, AnswerLimits, find_fault
+from ..experience_checks import LONGEST_DETAIL, NO_LIMITS, AnswerLimits, find_group_fault
 from .base import PayloadReader, digest_payload
 
 _NAMED = 4
@@ -118,9 +118,7 @@ def load_group(
         samples = decode_turns(payload, references)
     except ContractError as error:
         return PayloadFault(ordinal, "malformed", str(error)[:LONGEST_DETAIL])
-    for sample in samples:
-        fault = find_fault(sample, limits, sampling)
-        if fault is not None:
-            detail = f"sample {sample.sample}: {fault.detail}"
-            return PayloadFault(ordinal, "malformed", detail)
+    if (malformed := find_group_fault(samples, limits, sampling)) is not None:
+        sample, fault = malformed
+        return PayloadFault(ordinal, "malformed", f"sample {sample.sample}: {fault.detail}")
     return samples

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from trinity_events.errors import TrinityError
-from trinity_events.rollouts.experience_checks import AnswerLimits, FaultKind, find_fault
+from trinity_events.rollouts.experience_checks import AnswerLimits, FaultKind, find_group_fault
 from trinity_schemas import Experience
 
 from .batch import NO_GROUP, Batch
@@ -119,10 +119,7 @@ def _checked(group: Sequence[Experience], limits: AnswerLimits) -> Sequence[Expe
     ordinals = sorted({experience.ordinal for experience in group})
     if len(ordinals) > 1:
         raise ValueError(f"one group has episodes of the ordinals {ordinals}")
-    for experience in group:
-        fault = find_fault(experience, limits)
-        if fault is not None:
-            raise MalformedExperience(
-                experience.ordinal, experience.sample, fault.kind, fault.detail
-            )
+    if (malformed := find_group_fault(group, limits)) is not None:
+        experience, fault = malformed
+        raise MalformedExperience(experience.ordinal, experience.sample, fault.kind, fault.detail)
     return group
