@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
@@ -215,6 +217,29 @@ def test_complex_numbers_are_added_and_subtracted():
         assert len(str(question.answer)) + 3 <= task.answer_tokens
         operations.add(operation)
     assert operations == {"+", "-"}
+
+
+ONE_FAMILY = """
+import json, sys
+from trinity_workers.tasks.loading import TASKS, built_in_task
+
+def draw():
+    return [built_in_task(name, 3).question(ordinal).prompt for name in TASKS for ordinal in (0, 9)]
+
+alone = draw()
+imported = {"reasoning_gym", "sympy", "matplotlib"} & sys.modules.keys()
+import reasoning_gym
+reasoning_gym.create_dataset("basic_arithmetic")
+print(json.dumps([alone == draw(), sorted(imported)]))
+"""
+
+
+@pytest.mark.processes
+def test_a_built_in_task_imports_its_family_alone_and_leaves_the_others_to_a_later_import():
+    pytest.importorskip("reasoning_gym")
+    command = [sys.executable, "-c", ONE_FAMILY]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [True, []]
 
 
 def judged(task, question: Question, text: str, *, finished: bool = True) -> float:

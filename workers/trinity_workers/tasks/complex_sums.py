@@ -18,6 +18,7 @@ class ComplexSums(DrawnTask):
 
     name = "complex-sums"
     family = "complex_arithmetic"
+    package = "algebra"
     options: ClassVar = {
         "min_real": 0,
         "max_real": 9,

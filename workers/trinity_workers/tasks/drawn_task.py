@@ -12,6 +12,7 @@ from trinity_events.errors import PackageMissing
 
 from .base import Answer, Question
 from .errors import TooFewQuestions
+from .families import create_family
 from .splits import Split, split_of
 
 _FRUITLESS_DRAWS = 50_000
@@ -32,7 +33,9 @@ class DrawnTask(ABC):
 
     name: ClassVar[str]
     family: ClassVar[str]
-    """Name of the family."""
+    """Name of the family, and of its module."""
+    package: ClassVar[str]
+    """Package of reasoning-gym that has the family's module."""
     options: ClassVar[Mapping[str, Any]]
     """Options of the family."""
     answer_tokens: ClassVar[int]
@@ -61,14 +64,13 @@ class DrawnTask(ABC):
 
     @cached_property
     def _family(self) -> Any:
+        # One seed for all runs: the order of questions comes from their indices (see _index).
         try:
-            import reasoning_gym
+            return create_family(self.package, self.family, {"seed": 0, **self.options})
         except ImportError:
             raise PackageMissing(
                 f"task {self.name}", "reasoning-gym", "trinity-events[workers]"
             ) from None
-        # One seed for all runs: the order of questions comes from their indices (see _index).
-        return reasoning_gym.create_dataset(self.family, seed=0, **self.options)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -22,6 +22,7 @@ class SortDigits(DrawnTask):
 
     name = "sort-digits"
     family = "number_sorting"
+    package = "algorithmic"
     options: ClassVar = {
         "min_numbers": 4,
         "max_numbers": 5,

@@ -21,6 +21,7 @@ class SpellBackward(DrawnTask):
 
     name = "spell-backward"
     family = "spell_backward"
+    package = "algorithmic"
     options: ClassVar = {"min_word_len": 3, "max_word_len": 4}
     answer_tokens = 7
     warm_up_accuracy = 0.2
