@@ -18,8 +18,8 @@ from tests.support.dashboards import (
 )
 from trinity_events.dashboard import html_export
 from trinity_events.dashboard.html_export import build_html, bundle
+from trinity_events.dashboard.simulated_record import open_simulated_run
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
-from trinity_events.dashboard.sources import RecordedSource
 from trinity_events.log import AsyncPublisher, new_producer
 from trinity_schemas import RunClosed, TrainerStatusChanged
 
@@ -77,6 +77,11 @@ def test_the_demo_is_read_and_scrubbed_by_keyboard_alone(page, address):
     page.wait_for("document.querySelector('.equation')?.innerText.includes('dispatched =')")
     page.press("5")
     page.wait_for("document.body.innerText.includes('points to failing memory of node-06')")
+    page.press("6")
+    page.wait_for("document.querySelectorAll('.group').length === 60")
+    assert "512 samples of 64 questions" in page.text("main")
+    page.evaluate("document.querySelector('.group summary').click()")
+    page.wait_for("document.querySelector('.token')")
     page.press("7")
     page.wait_for("document.querySelectorAll('.found tbody tr').length === 50")
     page.press("?")
@@ -198,7 +203,7 @@ async def test_a_token_in_the_address_opens_the_page_and_leaves_it(page):
 
 
 async def test_an_exported_page_shows_the_run_from_its_file_alone(tmp_path, page):
-    source = RecordedSource.from_entries(DEMO.run_id, simulated_run(DEMO))
+    source = open_simulated_run(DEMO)
     path = tmp_path / "demo.html"
     path.write_text(await build_html(source))
     source.close()
@@ -212,6 +217,8 @@ async def test_an_exported_page_shows_the_run_from_its_file_alone(tmp_path, page
     for name in ("versions", "figures", "ledger", "health", "samples", "search"):
         await _in_thread(page.evaluate, f"location.hash = '#/{DEMO.run_id}/{name}'")
         await _in_thread(page.wait_for, f"document.querySelector('main').dataset.page === '{name}'")
+    await _in_thread(page.evaluate, f"location.hash = '#/{DEMO.run_id}/samples'")
+    await _in_thread(page.wait_for, "document.querySelectorAll('.group').length === 60")
     await _in_thread(page.press, ",")
     await _in_thread(page.wait_for, "document.body.classList.contains('past')")
     assert page.problems == []

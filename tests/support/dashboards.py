@@ -27,8 +27,8 @@ from trinity_events.dashboard.board import (
     ServerRuns,
     board,
 )
-from trinity_events.dashboard.simulated_run import Plan, simulated_run
-from trinity_events.dashboard.sources import RecordedSource
+from trinity_events.dashboard.simulated_record import open_simulated_run
+from trinity_events.dashboard.simulated_run import Plan
 from trinity_events.dashboard.web_server import listening_socket, serve_board
 from trinity_events.log import Entry
 from trinity_events.log.redis.run_index import add_run
@@ -117,7 +117,7 @@ async def dashboard(
 @asynccontextmanager
 async def dashboard_of(plan: Plan, **keywords: Any) -> AsyncIterator[Dashboard]:
     """Serve a dashboard of a simulated run that is recorded."""
-    with closing(RecordedSource.from_entries(plan.run_id, simulated_run(plan))) as source:
+    with closing(open_simulated_run(plan)) as source:
         async with dashboard(RecordedRuns(source), **keywords) as served:
             await served.indexed(plan.run_id)
             yield served

@@ -123,12 +123,12 @@ def _web() -> ModuleType:
 
 def _open_recording(recording: Path | None) -> RecordedSource:
     """Return the log of a file or a folder, or that of the demo."""
-    from ..dashboard.simulated_run import Plan, simulated_run
+    from ..dashboard.simulated_record import open_simulated_run
+    from ..dashboard.simulated_run import Plan
     from ..dashboard.sources import RecordedSource
 
     if recording is None:
-        plan = Plan()
-        return RecordedSource.from_entries(plan.run_id, simulated_run(plan))
+        return open_simulated_run(Plan())
     if recording.is_dir():
         return RecordedSource.from_archive(recording)
     return RecordedSource.from_file(recording)

@@ -10,7 +10,7 @@ import hashlib
 import heapq
 import math
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
@@ -61,8 +61,9 @@ from ..log import Entry
 # Bytes of a rank: sixteen of them are some 7.7 billion parameters in bfloat16.
 _SHARD = 965_000_000
 _PROMPTS = 64
-_SAMPLES = 8
+SAMPLES = 8
 """Samples of a prompt."""
+MAX_STALENESS = 2
 _A_NODE = 8
 _STARTING = 4.0
 """Seconds in which processes start, at least."""
@@ -142,6 +143,8 @@ class _Simulation:
         # Seeded: pictures of the documentation and tests need the same run each time.
         self.random = random.Random(plan.seed)  # noqa: S311
         self.epoch = 1
+        self._resumed_step = 0
+        """Step of the epoch's first version."""
         self.clock = float(plan.begin)
         self._coming: list[tuple[int, int, _Happening]] = []
         self._order = 0
@@ -251,7 +254,7 @@ class _Simulation:
         first = (step - 1) * _PROMPTS
         dispatched = RolloutsDispatched(
             ordinals=((first, first + _PROMPTS - 1),),
-            oldest=StepRef(self.epoch, max(0, step - 2)),
+            oldest=self._get_oldest(step),
             fingerprint=_FINGERPRINT,
         )
         self.plan_event(0.05, trainer, dispatched)
@@ -260,8 +263,8 @@ class _Simulation:
             length, generated = self._straggler(step, length, generated)
         publish = generated + length * 0.2
         self.plan_event(generated, trainer, TrainerStatusChanged(status="running", step=step))
-        staleness, metrics = self._staleness(), self._metrics(step, length)
-        tokens = round(_PROMPTS * _SAMPLES * metrics["response_length"])
+        staleness, metrics = self._staleness(step), self._metrics(step, length)
+        tokens = round(_PROMPTS * SAMPLES * metrics["response_length"])
         fates = {"trained": tokens}
         lost: dict[str, tuple[tuple[int, int], ...]] = {}
         if step % 7 == 0:
@@ -269,7 +272,7 @@ class _Simulation:
             # training.
             lost = {"filtered": ((first + 3, first + 4),)}
             fates = {"trained": tokens - tokens // 32, "filtered": tokens // 32}
-            staleness[0] -= 2 * _SAMPLES
+            staleness[0] -= 2 * SAMPLES
         trained = (
             ((first, first + 2), (first + 5, first + _PROMPTS - 1))
             if lost
@@ -320,7 +323,7 @@ class _Simulation:
             if role == "explorer":
                 phases = self._draw_phases(length)
                 usage.tokens += _get_share(tokens, rank, plan.explorers)
-                usage.samples += _get_share(_PROMPTS * _SAMPLES, rank, plan.explorers)
+                usage.samples += _get_share(_PROMPTS * SAMPLES, rank, plan.explorers)
             if not usage.seconds:
                 start = max((end - usage.until) / 1000 - length, _STARTING)
                 phases = {"starting": start, **phases}
@@ -348,11 +351,21 @@ class _Simulation:
             "installing": draw(0.1, 0.25),
         }
 
-    def _staleness(self) -> dict[int, int]:
+    def _get_oldest(self, step: int) -> StepRef:
+        """Return the oldest version that may serve the requests of a step."""
+        return StepRef(self.epoch, max(self._resumed_step, step - 1 - MAX_STALENESS))
+
+    def _staleness(self, step: int) -> dict[int, int]:
         # 512 samples: eight of each prompt.
         fresh = self.random.randint(420, 512)
         late = self.random.randint(0, 512 - fresh)
-        return {0: fresh, 1: 512 - fresh - late, 2: late} if late else {0: fresh, 1: 512 - fresh}
+        numbers = (fresh, 512 - fresh - late, late)
+        # An epoch has no version before its first one.
+        most = step - 1 - self._get_oldest(step).step
+        staleness: Counter[int] = Counter()
+        for age, number in enumerate(numbers):
+            staleness[min(age, most)] += number
+        return dict(+staleness)
 
     def _metrics(self, step: int, length: float) -> dict[str, float]:
         noise = self.random.gauss
@@ -527,7 +540,7 @@ class _Simulation:
         self.plan_event(
             generated + delay - 6,
             ("trainer", 0),
-            RolloutsDispatched(reissued=(again,), oldest=StepRef(self.epoch, step - 2)),
+            RolloutsDispatched(reissued=(again,), oldest=self._get_oldest(step)),
         )
         ended = WaitEnded(wait_id=f"r{step}", outcome="deadline", seconds=60.0)
         self.plan_event(generated + delay - 5.8, late, ended)
@@ -570,6 +583,7 @@ class _Simulation:
         from_step = 80  # the checkpoint of step 90 lacks a save: a disk was full
         self.clock += 61_000
         self.epoch += 1
+        self._resumed_step = from_step
         self.restart("trainer", 0)
         for rank in self._ranks:
             self.restart("actor", rank)
@@ -599,7 +613,7 @@ class _Simulation:
         """End the record in the middle of a step that is held up, as a look at a live run would."""
         first = (step - 1) * _PROMPTS
         trainer = ("trainer", 0)
-        oldest = StepRef(self.epoch, step - 2)
+        oldest = self._get_oldest(step)
         ordinals = ((first, first + _PROMPTS - 1),)
         self.plan_event(0.1, trainer, RolloutsDispatched(ordinals=ordinals, oldest=oldest))
         waits = [

@@ -47,7 +47,7 @@ class DashboardSource(Protocol):
     is_live: bool
     """True if entries may follow."""
     record: RolloutRecord | None
-    """Record of the run's rollouts, if the run's folder is at hand."""
+    """Record of the run's rollouts, if the run's folder is at hand or the run is simulated."""
 
     async def begin(self) -> Beginning:
         """Return the state before the first readable entry."""
