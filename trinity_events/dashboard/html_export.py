@@ -52,7 +52,8 @@ _SPANS = 40_000
 _PIXELS = 8000
 _FAILURES = ("save-failed", "step-failed", "version-refused", "lease-expired", "deadline-reached")
 
-_IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+\.js)";\n', re.MULTILINE)
+IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+\.js)";\n', re.MULTILINE)
+"""Import of a module, with its names: the only form that a bundle has an equivalent of."""
 _EXPORT = re.compile(r"^export (?:async )?(?:function|class|const) (\w+)", re.MULTILINE)
 
 
@@ -208,7 +209,7 @@ def bundle() -> str:
     for name in MODULES:
         text = (STATIC / name).read_text()
         exported = ", ".join(_EXPORT.findall(text))
-        body = _IMPORT.sub(r'const \1 = modules["\2"];\n', text)
+        body = IMPORT.sub(r'const \1 = modules["\2"];\n', text)
         body = _EXPORT.sub(lambda match: match[0].removeprefix("export "), body)
         parts.append(f'modules["{name}"] = (() => {{\n{body}\nreturn {{ {exported} }};\n}})();')
     return "\n".join(parts)
