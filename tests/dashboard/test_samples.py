@@ -158,7 +158,7 @@ async def test_the_page_shows_an_episode_with_a_tool_as_a_conversation(tmp_path,
             page.evaluate("document.querySelector('.group summary').click()")
             page.wait_for("document.querySelector('.tool-call')")
             assert page.text(".tool-call") == 'calls lookup({"word": "tea"})'
-            roles = "[...document.querySelectorAll('.turn-role')].map((one) => one.innerText)"
+            roles = "[...document.querySelectorAll('.turn-role')].map((role) => role.innerText)"
             assert page.evaluate(f"{roles}.join()") == "system,user,policy,tool lookup,policy"
             assert page.problems == []
 
@@ -177,7 +177,9 @@ def look_at_samples(folder, address):
         shade = "getComputedStyle(document.querySelector('.token')).backgroundColor"
         assert page.evaluate(shade) != "rgba(0, 0, 0, 0)"
         # Questions with odd numbers have answers of four tokens at most.
-        field = "[...document.querySelectorAll('.sample-tools label')].find((one) => one.innerText"
+        field = (
+            "[...document.querySelectorAll('.sample-tools label')].find((label) => label.innerText"
+        )
         typed = f"(() => {{ const box = {field}.startsWith('Tokens')).querySelector('input');"
         page.evaluate(f"{typed} box.value = '5'; box.dispatchEvent(new Event('input')) }})()")
         page.wait_for(f"{groups} === 3")

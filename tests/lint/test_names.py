@@ -55,6 +55,15 @@ def test_a_noun_passes_and_a_use_is_the_fault_of_its_binding(source: str) -> Non
     assert in_code(source) == []
 
 
+@pytest.mark.parametrize(
+    "source",
+    ["const one = 1;", "all.map((one) => one.x)", "(a, other, found) => 1", "const [one, b] = c;"],
+)
+def test_a_script_is_checked_for_the_same_names(source: str) -> None:
+    assert list(names.in_script(Path("a.js"), source))
+    assert not list(names.in_script(Path("a.js"), 'h("p", { left: 1 }, answer.found); // (one)'))
+
+
 @pytest.mark.processes
 def test_no_name_of_the_project_is_refused() -> None:
     done = subprocess.run(

@@ -122,7 +122,7 @@ async function route() {
   try {
     if (!run) return await listRuns();
     if (run !== state.run) await openRun(run);
-    go(PAGES.some((one) => one[0] === page) ? page : "overview");
+    go(PAGES.some(([name]) => name === page) ? page : "overview");
     if (entry && entry !== state.past?.position) await scrub({ entry });
   } catch (error) {
     fail(error);
@@ -178,7 +178,7 @@ async function openRun(run) {
   document.title = `${run} · Trinity Events`;
   document.body.classList.add("in-run");
   renderHead();
-  await told(await ask("now"));
+  await receiveState(await ask("now"));
   await loadLanes();
   shown();
   follow();
@@ -188,7 +188,7 @@ async function openRun(run) {
 function follow() {
   if (document.hidden) return;
   stop();
-  stop = source.follow(state.run, told, (why) => {
+  stop = source.follow(state.run, receiveState, (why) => {
     state.problem = why;
     renderHead();
   });
@@ -206,7 +206,7 @@ async function loadLanes() {
   }
 }
 
-async function told(data) {
+async function receiveState(data) {
   const isIndexed = data.progress === 1 && state.newest?.progress < 1;
   state.newest = data;
   state.problem = data.problem;
@@ -241,17 +241,17 @@ function shown() {
 
 // --- time travel --------------------------------------------------------------------------
 
-let wanted = null;
+let nextTarget = null;
 
 async function scrub(to, dragged) {
-  wanted = to;
+  nextTarget = to;
   if (state.busy) return;
   state.busy = 1;
-  while (wanted) {
-    const asked = wanted;
-    wanted = null;
+  while (nextTarget) {
+    const target = nextTarget;
+    nextTarget = null;
     try {
-      state.past = await ask("at", asked);
+      state.past = await ask("at", target);
       history.replaceState(null, "", `${address(state.page)}/${state.past.position}`);
       shown();
     } catch (error) {
@@ -386,13 +386,13 @@ function address(page) {
 }
 
 function important() {
-  const found = new Set(view().waits.flatMap((one) => [one.by, ...one.for]));
+  const names = new Set(view().waits.flatMap((wait) => [wait.by, ...wait.for]));
   for (const mark of state.lanes.marks.slice(-40)) {
     const who = /^([\w.-]+-\d+):/.exec(mark[4]);
-    if (who) found.add(who[1]);
+    if (who) names.add(who[1]);
   }
-  for (const name of culpritsOf(view().waits)) found.add(name);
-  return found;
+  for (const name of culpritsOf(view().waits)) names.add(name);
+  return names;
 }
 
 function setRows() {
@@ -402,14 +402,14 @@ function setRows() {
 
 // Returns the milliseconds of the timeline's first window: the last steps, of seconds or of minutes.
 function firstWindow() {
-  const committed = view().steps.flatMap((one) => one.kinds.map((kind) => kind.committed ?? 0));
+  const committed = view().steps.flatMap((step) => step.kinds.map((kind) => kind.committed ?? 0));
   const first = Math.min(...committed.filter(Boolean));
   const steps = Number.isFinite(first) ? timeline.end - first : LONGEST;
   return Math.min(LONGEST, Math.max(SHORTEST, steps));
 }
 
 // Returns the failures, and the openings and ends of epochs, up to the shown state.
-const marks = () => state.lanes.marks.filter((one) => one[1] <= view().number);
+const marks = () => state.lanes.marks.filter((mark) => mark[1] <= view().number);
 
 function timelinePanel() {
   if (!timeline) {
@@ -516,12 +516,14 @@ async function partsOf(page, shownView) {
     const { past } = state;
     if (page === "overview") {
       const learning = await ask("learning");
-      const known = past ? { metrics: figuresUntil({ times: {}, ...learning }, past).metrics } : learning;
-      return renderOverview(shownView, known, marks(), actions);
+      const shownLearning = past
+        ? { metrics: figuresUntil({ times: {}, ...learning }, past).metrics }
+        : learning;
+      return renderOverview(shownView, shownLearning, marks(), actions);
     }
     if (page === "versions") {
-      const found = await ask("versions", past ? { number: past.number } : {});
-      return renderVersions(found, shownView, actions);
+      const versions = await ask("versions", past ? { number: past.number } : {});
+      return renderVersions(versions, shownView, actions);
     }
     if (page === "health") {
       const dead = await ask("dead");

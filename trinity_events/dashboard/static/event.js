@@ -18,14 +18,14 @@ export function eventPanel(view, ask) {
     `${event.producer} on ${event.node} · epoch ${event.epoch}`,
     h("p", {}, h("strong", {}, event.type), " ", h("span", { class: "mono muted" }, event.line)),
     typeof stacks === "string" && stacks ? h("pre", {}, stacks) : null,
-    view.announcements.map((one) =>
+    view.announcements.map((announcement) =>
       h(
         "p",
         { class: "callout" },
         "announced: ",
-        h("strong", {}, one.type),
+        h("strong", {}, announcement.type),
         " ",
-        h("span", { class: "mono" }, one.line),
+        h("span", { class: "mono" }, announcement.line),
       ),
     ),
     changesOf(ask),

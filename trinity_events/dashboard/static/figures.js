@@ -33,12 +33,12 @@ const TIMES_TITLE = "Stall, transfer and pause by version";
 
 // Returns the figures as they were at a moment of the past: those of steps up to that one.
 export function figuresUntil(figures, { epoch, step }) {
-  const known = (one) => one[0] < epoch || (one[0] === epoch && one[1] <= step);
+  const isPast = (point) => point[0] < epoch || (point[0] === epoch && point[1] <= step);
   const cut = (all) =>
     Object.fromEntries(
       Object.entries(all)
-        .map(([name, points]) => [name, points.filter(known)])
-        .filter((one) => one[1].length),
+        .map(([name, points]) => [name, points.filter(isPast)])
+        .filter(([, points]) => points.length),
     );
   return { metrics: cut(figures.metrics), times: cut(figures.times), staleness: null };
 }
@@ -49,7 +49,7 @@ export function lineage(points) {
   for (const [epoch, step] of points) if (!firsts.has(epoch)) firsts.set(epoch, step);
   const discarded = ([epoch, step]) =>
     [...firsts].some(([later, first]) => later > epoch && first <= step);
-  return [points.filter((one) => !discarded(one)), points.filter(discarded)];
+  return [points.filter((point) => !discarded(point)), points.filter(discarded)];
 }
 
 function smoothed(points) {
@@ -91,16 +91,17 @@ export function chartsOf({ metrics, times }) {
       band: bounds ?? null,
     });
   }
-  const rank = (one) => FIRST.indexOf(one.title) + 1 || (one.title === TIMES_TITLE ? 0.5 : 99);
+  const rank = (chart) => FIRST.indexOf(chart.title) + 1 || (chart.title === TIMES_TITLE ? 0.5 : 99);
   const groups = [LEARNING, "eval", "reward_parts", "training"];
-  const place = (one) =>
-    groups.indexOf(one.group.replace(/^eval\/.*/, "eval")) + 1 || (one.group === "weights" ? 9 : 8);
+  const place = (chart) =>
+    groups.indexOf(chart.group.replace(/^eval\/.*/, "eval")) + 1 ||
+    (chart.group === "weights" ? 9 : 8);
   return charts.sort(
-    (one, other) =>
-      place(one) - place(other) ||
-      byName(one.group, other.group) ||
-      rank(one) - rank(other) ||
-      byName(one.title, other.title),
+    (a, b) =>
+      place(a) - place(b) ||
+      byName(a.group, b.group) ||
+      rank(a) - rank(b) ||
+      byName(a.title, b.title),
   );
 }
 
@@ -135,37 +136,37 @@ export class FigureWall {
       this.body,
     );
     this.sized = new ResizeObserver(() => {
-      for (const one of this.charts.values()) one.resize();
+      for (const chart of this.charts.values()) chart.resize();
     });
     this.sized.observe(this.element);
   }
 
   close() {
     this.sized.disconnect();
-    for (const one of this.charts.values()) one.close();
+    for (const chart of this.charts.values()) chart.close();
     this.charts.clear();
   }
 
   redraw() {
-    for (const one of this.charts.values()) one.plot?.redraw(false);
+    for (const chart of this.charts.values()) chart.plot?.redraw(false);
   }
 
   show(figures) {
     this.figures = figures;
     const all = chartsOf(figures);
-    const isZero = (one) => one.lines.every(({ points }) => points.every((point) => !point[2]));
-    const wanted = all.filter((one) => !isZero(one));
-    const names = [...wanted, {}, ...all.filter(isZero)].map((one) => one.title).join("\n");
-    if (names !== this.names) this.arrange(wanted, all.filter(isZero));
+    const isZero = (chart) => chart.lines.every(({ points }) => points.every((point) => !point[2]));
+    const charts = all.filter((chart) => !isZero(chart));
+    const names = [...charts, {}, ...all.filter(isZero)].map((chart) => chart.title).join("\n");
+    if (names !== this.names) this.arrange(charts, all.filter(isZero));
     this.names = names;
-    for (const one of wanted) this.charts.get(one.title).show(one, this.smooth, this.window);
+    for (const chart of charts) this.charts.get(chart.title).show(chart, this.smooth, this.window);
   }
 
   // `zero` are the charts that show nothing but zeros: a line names them.
-  arrange(wanted, zero) {
-    for (const one of this.charts.values()) one.close();
-    this.charts = new Map(wanted.map((one) => [one.title, new Chart(one.title, this)]));
-    const groups = [...new Set(wanted.map((one) => one.group))];
+  arrange(charts, zero) {
+    for (const chart of this.charts.values()) chart.close();
+    this.charts = new Map(charts.map((chart) => [chart.title, new Chart(chart.title, this)]));
+    const groups = [...new Set(charts.map((chart) => chart.group))];
     this.body.replaceChildren(
       ...groups.map((group) =>
         h(
@@ -175,9 +176,9 @@ export class FigureWall {
           h(
             "div",
             { class: "charts" },
-            wanted
-              .filter((one) => one.group === group)
-              .map((one) => this.charts.get(one.title).element),
+            charts
+              .filter((chart) => chart.group === group)
+              .map((chart) => this.charts.get(chart.title).element),
           ),
         ),
       ),
@@ -187,18 +188,18 @@ export class FigureWall {
               "details",
               { class: "muted zero" },
               h("summary", {}, `${plural(zero.length, "metric")} always zero`),
-              zero.map((one) => one.title).join(", "),
+              zero.map((chart) => chart.title).join(", "),
             ),
           ]
         : []),
-      ...(wanted.length || zero.length ? [] : [empty("No step has told its metrics yet.")]),
+      ...(charts.length || zero.length ? [] : [empty("No step has reported its metrics yet.")]),
     );
   }
 
   zoom(window) {
     this.window = window;
     this.reset.hidden = window === null;
-    for (const one of this.charts.values()) one.zoom(window);
+    for (const chart of this.charts.values()) chart.zoom(window);
   }
 }
 
@@ -225,7 +226,7 @@ class Chart {
 
   show(chart, smooth, window) {
     const lines = drawnLines(chart, smooth);
-    const shape = lines.map((one) => one.name + one.kind).join();
+    const shape = lines.map((line) => line.name + line.kind).join();
     if (this.shape !== shape || !this.plot) {
       this.close();
       this.shape = shape;
@@ -242,7 +243,7 @@ class Chart {
   }
 
   draw(window) {
-    const band = this.lines.findIndex((one) => one.kind === "low");
+    const band = this.lines.findIndex((line) => line.kind === "low");
     this.plot = new uPlot(
       {
         width: this.place.clientWidth || 300,
@@ -262,7 +263,7 @@ class Chart {
           axis({ incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5] }),
           axis({
             size: 52,
-            values: (_, all) => all.map((one) => (one === null ? "" : figure(one))),
+            values: (_, all) => all.map((value) => (value === null ? "" : figure(value))),
             grid: {
               stroke: () => ofTheme("--line"),
               width: 1,
@@ -314,7 +315,7 @@ class Chart {
     this.values.replaceChildren(
       step,
       ...shown.map(([line, values]) => {
-        const value = at === null ? values.findLast((one) => one !== null) : values[at];
+        const value = at === null ? values.findLast((point) => point !== null) : values[at];
         const words = `${figure(value ?? NaN)}${this.chart.unit ? ` ${this.chart.unit}` : ""}`;
         return h(
           "span",
@@ -332,10 +333,10 @@ class Chart {
 
 // Returns the lines that a chart draws: bounds, discarded points, raw points and the line itself.
 function drawnLines(chart, smooth) {
-  const found = [];
+  const lines = [];
   if (chart.band)
     chart.band.forEach((points, at) =>
-      found.push({
+      lines.push({
         name: chart.title,
         kind: at ? "high" : "low",
         color: "--accent",
@@ -343,21 +344,21 @@ function drawnLines(chart, smooth) {
       }),
     );
   for (const { name, color, dash, points } of chart.lines) {
-    const [kept, discarded] = lineage(points);
-    if (discarded.length) found.push({ name, kind: "discarded", color, dash, points: discarded });
+    const [current, discarded] = lineage(points);
+    if (discarded.length) lines.push({ name, kind: "discarded", color, dash, points: discarded });
     // Few points are no noise: evaluations have an interval instead.
-    const isNoisy = kept.length >= SMOOTHED_FROM && !UNSMOOTHED.test(name);
+    const isNoisy = current.length >= SMOOTHED_FROM && !UNSMOOTHED.test(name);
     const isSmooth = smooth && isNoisy && !chart.group.startsWith("eval/");
-    if (isSmooth) found.push({ name, kind: "raw", color, dash, points: kept });
-    found.push({ name, kind: "line", color, dash, points: isSmooth ? smoothed(kept) : kept });
+    if (isSmooth) lines.push({ name, kind: "raw", color, dash, points: current });
+    lines.push({ name, kind: "line", color, dash, points: isSmooth ? smoothed(current) : current });
   }
-  return found;
+  return lines;
 }
 
 // Returns the lines as uPlot takes them: all steps, and for each line a value or null for each step.
 function aligned(lines, isLog) {
-  const steps = [...new Set(lines.flatMap((one) => one.points.map((point) => point[1])))];
-  steps.sort((one, other) => one - other);
+  const steps = [...new Set(lines.flatMap((line) => line.points.map((point) => point[1])))];
+  steps.sort((a, b) => a - b);
   const place = new Map(steps.map((step, at) => [step, at]));
   const columns = lines.map(({ points }) => {
     const column = new Array(steps.length).fill(null);

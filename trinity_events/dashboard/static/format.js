@@ -27,7 +27,7 @@ export function h(tag, properties, ...children) {
   const element = document.createElement(tag);
   setAll(element, properties);
   element.append(
-    ...children.flat().filter((one) => one !== null && one !== undefined && one !== false),
+    ...children.flat().filter((child) => child !== null && child !== undefined && child !== false),
   );
   return element;
 }
@@ -37,7 +37,7 @@ function setAll(element, properties) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name === "css")
-      for (const [key, one] of Object.entries(value)) element.style.setProperty(key, one);
+      for (const [key, text] of Object.entries(value)) element.style.setProperty(key, text);
     else element.setAttribute(name, value === true ? "" : value);
   }
 }
@@ -125,8 +125,8 @@ export function panel(title, aside, ...children) {
 
 // Returns a table; a heading is a text, or a text and the class of its column.
 export function table(heads, rows, kind) {
-  const head = heads.map((one) =>
-    Array.isArray(one) ? h("th", { class: one[1] }, one[0]) : h("th", {}, one),
+  const head = heads.map((heading) =>
+    Array.isArray(heading) ? h("th", { class: heading[1] }, heading[0]) : h("th", {}, heading),
   );
   return h(
     "table",

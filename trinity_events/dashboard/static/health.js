@@ -5,8 +5,8 @@ import { count, duration, empty, h, moment, panel, table } from "./format.js";
 const BEHIND = 3000; // milliseconds for which entries are not folded before the page says so
 
 // Returns the dead letters up to a moment of the past, in milliseconds.
-export function deadUntil(found, at) {
-  return { dead: found.dead.filter((one) => Number(one[0].split("-")[0]) <= at) };
+export function deadUntil(letters, at) {
+  return { dead: letters.dead.filter(([entry]) => Number(entry.split("-")[0]) <= at) };
 }
 
 export function renderHealth(view, dead, { scrub }) {

@@ -11,11 +11,11 @@ const SHORTEST = 60000; // milliseconds, at least: a step may wait for a save
 
 // Returns "step 42 of 150 · 1.9 s a step · 3 min left", as far as the run's log says so.
 export function progressLine(view) {
-  const { steps, pace, left } = view.learning;
+  const { steps, pace, left: secondsLeft } = view.learning;
   if (!view.epoch) return "";
   const parts = [`Step ${count(view.step)}${steps ? ` of ${count(steps)}` : ""}`];
   if (pace && !view.closed) parts.push(`${duration(pace * 1000)} a step`);
-  if (left && !view.closed) parts.push(`${duration(left * 1000)} left`);
+  if (secondsLeft && !view.closed) parts.push(`${duration(secondsLeft * 1000)} left`);
   return parts.join(" · ");
 }
 
@@ -27,11 +27,11 @@ export function standing(view) {
   return since > Math.max(SHORTEST, STANDS * pace * 1000) ? since : 0;
 }
 
-export function learningTiles(found, go) {
-  const tiles = Object.entries(found?.metrics ?? {}).filter((one) => one[1].length);
+export function learningTiles(learning, go) {
+  const tiles = Object.entries(learning?.metrics ?? {}).filter(([, points]) => points.length);
   // Held-out questions come second, whatever their number.
   const rank = ([label]) => (label === "reward" ? 0 : label.startsWith("held-out") ? 1 : 2);
-  tiles.sort((one, other) => rank(one) - rank(other));
+  tiles.sort((a, b) => rank(a) - rank(b));
   if (!tiles.length) return null;
   return h(
     "div",
@@ -41,18 +41,18 @@ export function learningTiles(found, go) {
 }
 
 // Returns the line of where the seconds and tokens went; null of the past, for which it is not known.
-export function goodputLine(found, go) {
-  if (!found?.goodput) return null;
+export function goodputLine(learning, go) {
+  if (!learning?.goodput) return null;
   return h(
     "p",
     { class: "goodput-line" },
     h("button", { class: "link", onclick: () => go("ledger") }, "Goodput"),
-    `: ${found.goodput.join(". ")}.`,
+    `: ${learning.goodput.join(". ")}.`,
   );
 }
 
 function learningTile(label, points, go) {
-  const values = points.map((one) => one[2]);
+  const values = points.map(([, , value]) => value);
   const smooth = label.startsWith("held-out") ? values : runningMean(values);
   const [first, last] = [smooth[0], smooth.at(-1)];
   const from = points.length > 1 ? `${figure(first)} at step ${count(points[0][1])}` : "";
@@ -79,7 +79,7 @@ function learningTile(label, points, go) {
 function runningMean(values) {
   return values.map((_, at) => {
     const part = values.slice(Math.max(0, at - WINDOW + 1), at + 1);
-    return part.reduce((total, one) => total + one, 0) / part.length;
+    return part.reduce((total, value) => total + value, 0) / part.length;
   });
 }
 
@@ -92,7 +92,7 @@ function spark(values, smooth, words) {
   ];
   const path = (all) =>
     all
-      .map((value, at) => `${at ? "L" : "M"}${place(value, at).map((one) => one.toFixed(1))}`)
+      .map((value, at) => (at ? "L" : "M") + place(value, at).map((number) => number.toFixed(1)))
       .join("");
   const box = h("span", {});
   // By the parser, which knows the namespace of SVG; there is nothing but numbers in it.

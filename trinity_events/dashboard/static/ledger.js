@@ -55,7 +55,7 @@ function goodputPanel(goodput) {
       ),
       h("td", { class: "muted" }, wordsOf(shares.toSorted((a, b) => b[2] - a[2]).slice(0, 3))),
     );
-  const sampled = goodput.tokens.reduce((total, one) => total + one[1], 0);
+  const sampled = goodput.tokens.reduce((total, [, number]) => total + number, 0);
   const tokens = goodput.tokens.map(([fate, number]) =>
     h(
       "tr",
@@ -73,7 +73,7 @@ function goodputPanel(goodput) {
           h(
             "ul",
             { class: "plain" },
-            rows.map((one) => h("li", {}, one)),
+            rows.map((line) => h("li", {}, line)),
           ),
         ]
       : [];
@@ -100,7 +100,7 @@ function ledgerPanel(ledger) {
     ...dropped.map(([name, number]) => [`dropped: ${name}`, number, "failure"]),
     ["open", ledger.open, "rollouts"],
   ];
-  const holds = parts.reduce((total, one) => total + one[1], 0) === ledger.dispatched;
+  const holds = parts.reduce((total, [, number]) => total + number, 0) === ledger.dispatched;
   return panel(
     "Ledger of prompts",
     holds ? "✓ the books balance" : "✕ the books do not balance",
@@ -119,7 +119,7 @@ function ledgerPanel(ledger) {
       "div",
       { class: "stack", role: "img", "aria-label": ledger.words },
       parts
-        .filter((one) => one[1])
+        .filter(([, number]) => number)
         .map(([name, number, color]) =>
           h("div", {
             class: `c-${color}`,
@@ -148,11 +148,11 @@ function ledgerPanel(ledger) {
 }
 
 function stalenessPanel(staleness) {
-  const found = staleness ?? [];
-  const samples = found.reduce((total, one) => total + one[1], 0);
+  const bins = staleness ?? [];
+  const samples = bins.reduce((total, [, number]) => total + number, 0);
   const none =
     staleness === null ? "It is summed up for the newest state alone." : "No step tells it.";
-  const rows = found.map(([steps, number]) =>
+  const rows = bins.map(([steps, number]) =>
     h(
       "tr",
       {},

@@ -23,15 +23,15 @@ const LASTING = 2000; // milliseconds for which a step is missing something befo
 
 // Returns the processes that waits name, and that report no wait themselves.
 export function culpritsOf(waits) {
-  const waiting = new Set(waits.map((one) => one.by));
-  const named = waits.flatMap((one) => one.for).filter((name) => !waiting.has(name));
-  return [...new Set(named)].sort(byName);
+  const waiting = new Set(waits.map((wait) => wait.by));
+  const culprits = waits.flatMap((wait) => wait.for).filter((name) => !waiting.has(name));
+  return [...new Set(culprits)].sort(byName);
 }
 
 // Returns the mood and the words of the headline; green only if nothing needs a look.
 function headlineOf(view) {
-  const serious = view.troubles.filter((one) => one[2] && one[1] !== "run failed");
-  const but = serious.length ? `${serious.map(([number, what]) => `${count(number)} ${what}`)[0]}` : "";
+  const problems = view.troubles.filter(([, words, isSerious]) => isSerious && words !== "run failed");
+  const but = problems.length ? `${problems.map(([number, what]) => `${count(number)} ${what}`)[0]}` : "";
   if (view.closed === "finished")
     return but
       ? ["held", `The run finished at step ${count(view.step)}, but: ${but}.`]
@@ -40,7 +40,7 @@ function headlineOf(view) {
     const how = view.closed === "failed" ? "failed" : "was interrupted";
     return ["bad", `The run ${how} at step ${count(view.step)}.`];
   }
-  const worst = view.waits.find((one) => one.by.startsWith("trainer")) ?? view.waits[0];
+  const worst = view.waits.find((wait) => wait.by.startsWith("trainer")) ?? view.waits[0];
   if (worst && view.step) return ["held", `${worst.by} waits for ${worst.what}.`];
   if (view.failures.length) return ["bad", view.failures.at(-1)];
   if (standing(view)) return ["held", `No step for ${duration(standing(view))}.`];
@@ -74,7 +74,7 @@ export function renderOverview(view, learning, marks, actions) {
 function headline(view, marks, { scrub }) {
   const [mood, words] = headlineOf(view);
   const culprits = culpritsOf(view.waits);
-  const end = view.closed === "failed" ? marks.findLast((one) => one[3] === "run-closed") : null;
+  const end = view.closed === "failed" ? marks.findLast((mark) => mark[3] === "run-closed") : null;
   return h(
     "div",
     { class: `headline ${mood}` },
@@ -123,16 +123,18 @@ function tile(label, value, detail, mood, action) {
 function tiles(view, { go }) {
   const { weights, checkpoint } = view.ready;
   const gone = new Set(
-    (view.processes ?? []).filter((one) => one[2] !== "running").map(([name]) => name),
+    (view.processes ?? []).filter(([, , condition]) => condition !== "running").map(([name]) => name),
   );
-  const runs = (one) => one[1] !== "stopped" && one[1] !== "lost" && !gone.has(one[0]);
-  const serving = view.explorers.filter((one) => one[3] !== null && (view.closed || runs(one)));
-  const newest = serving.filter((one) => one[6] === 0).length;
-  const late = Math.max(0, ...serving.map((one) => one[6] ?? 0));
+  const runs = ([name, status]) => status !== "stopped" && status !== "lost" && !gone.has(name);
+  const serving = view.explorers.filter(
+    (explorer) => explorer[3] !== null && (view.closed || runs(explorer)),
+  );
+  const newest = serving.filter((explorer) => explorer[6] === 0).length;
+  const late = Math.max(0, ...serving.map((explorer) => explorer[6] ?? 0));
   const { ledger } = view;
   const dropped = ledger ? sum(Object.values(ledger.dropped)) : 0;
-  const found = view.troubles;
-  const age = (one) => `${duration(view.now - one.since)} ago`;
+  const { troubles } = view;
+  const age = (version) => `${duration(view.now - version.since)} ago`;
   return h(
     "div",
     { class: "tiles" },
@@ -171,41 +173,41 @@ function tiles(view, { go }) {
       : null,
     tile(
       "Problems",
-      count(sum(found.map((one) => one[0]))),
-      found.map(([number, words]) => `${number} ${words}`).join(" · ") || "none",
-      found.some((one) => one[2]) ? "warn" : "",
+      count(sum(troubles.map(([number]) => number))),
+      troubles.map(([number, words]) => `${number} ${words}`).join(" · ") || "none",
+      troubles.some(([, , isSerious]) => isSerious) ? "warn" : "",
       () => go("health"),
     ),
   );
 }
 
-const sum = (numbers) => numbers.reduce((total, one) => total + one, 0);
+const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
 
 function waitsPanel(view, { lane, scrub }) {
   const chip = (name, kind = "") =>
     h("button", { class: `chip ${kind}`, onclick: () => lane(name) }, name);
-  const rows = view.waits.map((one) => {
-    const more = one.unnamed + Math.max(0, one.for.length - 6);
-    const waited = view.now - one.since;
+  const rows = view.waits.map((wait) => {
+    const more = wait.unnamed + Math.max(0, wait.for.length - 6);
+    const waited = view.now - wait.since;
     return h(
       "li",
-      { class: "wait", css: { "--depth": one.depth } },
-      chip(one.by),
+      { class: "wait", css: { "--depth": wait.depth } },
+      chip(wait.by),
       h(
         "span",
         { class: "wait-what" },
-        ` waits for ${one.what}`,
-        one.for.length ? " from " : "",
-        one.for.slice(0, 6).flatMap((name, at) => [at ? ", " : "", chip(name, "culprit")]),
+        ` waits for ${wait.what}`,
+        wait.for.length ? " from " : "",
+        wait.for.slice(0, 6).flatMap((name, at) => [at ? ", " : "", chip(name, "culprit")]),
         more > 0 ? ` and ${more} more` : "",
       ),
       h(
         "span",
         { class: "wait-time" },
         duration(waited),
-        one.left === null ? "" : ` · gives up in ${duration(one.left * 1000)}`,
+        wait.left === null ? "" : ` · gives up in ${duration(wait.left * 1000)}`,
       ),
-      one.left === null ? null : meter(waited / (waited + one.left * 1000)),
+      wait.left === null ? null : meter(waited / (waited + wait.left * 1000)),
     );
   });
   return panel(
@@ -219,22 +221,22 @@ function waitsPanel(view, { lane, scrub }) {
 }
 
 function causesBox(view) {
-  const [first, ...others] = view.causes;
+  const [first, ...furtherCauses] = view.causes;
   if (!first) return null;
   return h(
     "div",
     { class: "callout cause" },
     h("strong", {}, "First cause: "),
     first.words,
-    others.length
+    furtherCauses.length
       ? h(
           "details",
           {},
-          h("summary", {}, `${plural(others.length, "cause")} more`),
+          h("summary", {}, `${plural(furtherCauses.length, "cause")} more`),
           h(
             "ul",
             { class: "plain" },
-            others.map((one) => h("li", {}, one.words)),
+            furtherCauses.map((cause) => h("li", {}, cause.words)),
           ),
         )
       : null,
@@ -249,7 +251,7 @@ function stacksLine(view, scrub) {
     "p",
     { class: "muted" },
     "Stacks were taken at the deadline of a wait: ",
-    view.stacks.flatMap((one, at) => [at ? ", " : "", link(one)]),
+    view.stacks.flatMap((stack, at) => [at ? ", " : "", link(stack)]),
   );
 }
 
@@ -259,11 +261,11 @@ function stepsPanel(view, { search }) {
     for (const kind of kinds) open.set(`${step}/${kind.kind}`, [step, kind]);
   const settled = ([, kind]) => (kind.outcome ? 1 : 0);
   const rows = [...open.values()]
-    .sort((one, other) => settled(one) - settled(other))
+    .sort((a, b) => settled(a) - settled(b))
     .slice(0, 6)
     .map(([step, kind]) => stepRow(step, kind, () => search({ step: String(step) })));
   const more = view.saves.length - 5;
-  const saves = view.saves.slice(0, more > 0 ? 4 : 5).map((one) => saveLine(one, view.now));
+  const saves = view.saves.slice(0, more > 0 ? 4 : 5).map((save) => saveLine(save, view.now));
   return panel(
     "Steps",
     view.saves.length ? `${view.saves.length} under way` : "",
@@ -304,16 +306,16 @@ function stepRow(step, kind, open) {
   );
 }
 
-function saveLine(one, now) {
+function saveLine(save, now) {
   return h(
     "li",
     {},
-    h("span", { class: "strong" }, one.holder),
-    ` on ${one.node} ${one.started ? "saves" : "waits to save"} ${one.slot}`,
+    h("span", { class: "strong" }, save.holder),
+    ` on ${save.node} ${save.started ? "saves" : "waits to save"} ${save.slot}`,
     h(
       "span",
       { class: "muted" },
-      ` · ${duration(now - one.since)}${one.bytes ? ` · ${bytes(one.bytes)}` : ""}`,
+      ` · ${duration(now - save.since)}${save.bytes ? ` · ${bytes(save.bytes)}` : ""}`,
     ),
   );
 }
@@ -331,17 +333,17 @@ function unfinishedLines(view) {
 
 // --- explorers ----------------------------------------------------------------------------
 
-const staleWords = (one) => {
-  if (one[3] === null) return "serves nothing yet";
-  if (one[6] === -1) return "serves an earlier epoch";
-  return one[6] ? `${plural(one[6], "step")} behind` : "serves the newest";
+const staleWords = (explorer) => {
+  if (explorer[3] === null) return "serves nothing yet";
+  if (explorer[6] === -1) return "serves an earlier epoch";
+  return explorer[6] ? `${plural(explorer[6], "step")} behind` : "serves the newest";
 };
 
-const staleMood = (one) => {
-  if (one[1] === "stopped" || one[1] === "suspended" || one[1] === "ended") return "s-off";
-  if (one[1] === "lost") return "s-lost";
-  if (one[3] === null) return "s-none";
-  return one[6] === 0 ? "s-0" : one[6] === 1 ? "s-1" : "s-2";
+const staleMood = (explorer) => {
+  if (["stopped", "suspended", "ended"].includes(explorer[1])) return "s-off";
+  if (explorer[1] === "lost") return "s-lost";
+  if (explorer[3] === null) return "s-none";
+  return explorer[6] === 0 ? "s-0" : explorer[6] === 1 ? "s-1" : "s-2";
 };
 
 const LEGEND = [
@@ -355,21 +357,21 @@ const LEGEND = [
 ];
 
 function explorersPanel(view, { lane }) {
-  const waiting = new Set(view.waits.map((one) => one.by));
+  const waiting = new Set(view.waits.map((wait) => wait.by));
   // A process of this host that was stopped or has ended: the log still says that it runs.
   const conditions = new Map((view.processes ?? []).map(([name, , condition]) => [name, condition]));
-  const status = (one) => {
-    const condition = conditions.get(one[0]);
-    if (one[1] === "stopped" || !condition || condition === "running") return one;
-    return [one[0], condition === "stopped" ? "suspended" : "ended", ...one.slice(2)];
+  const status = (explorer) => {
+    const condition = conditions.get(explorer[0]);
+    if (explorer[1] === "stopped" || !condition || condition === "running") return explorer;
+    return [explorer[0], condition === "stopped" ? "suspended" : "ended", ...explorer.slice(2)];
   };
-  const explorers = view.explorers.map(status).sort((one, other) => byName(one[0], other[0]));
-  const cell = (one) =>
+  const explorers = view.explorers.map(status).sort((a, b) => byName(a[0], b[0]));
+  const cell = (explorer) =>
     [
       "cell",
-      staleMood(one),
-      waiting.has(one[0]) ? "waiting" : "",
-      one[5] === "differs" ? "differs" : "",
+      staleMood(explorer),
+      waiting.has(explorer[0]) ? "waiting" : "",
+      explorer[5] === "differs" ? "differs" : "",
     ].join(" ");
   const shown =
     explorers.length > LISTED
@@ -377,7 +379,7 @@ function explorersPanel(view, { lane }) {
           h(
             "div",
             { class: "cells" },
-            explorers.map((one) => explorerCell(one, cell(one), view, waiting, lane)),
+            explorers.map((explorer) => explorerCell(explorer, cell(explorer), view, waiting, lane)),
           ),
           h(
             "div",
@@ -387,7 +389,7 @@ function explorersPanel(view, { lane }) {
         ]
       : table(
           ["", "explorer", "serves", "", ["applied", "number"]],
-          explorers.map((one) => explorerRow(one, cell(one), view, waiting, lane)),
+          explorers.map((explorer) => explorerRow(explorer, cell(explorer), view, waiting, lane)),
           "explorers",
         );
   return panel(
@@ -398,10 +400,10 @@ function explorersPanel(view, { lane }) {
 }
 
 // Says what the explorer's checks proved of what it serves.
-const served = (status) => `what it serves is ${status || "not said to be proven"}`;
+const formatProof = (status) => `what it serves is ${status || "not said to be proven"}`;
 
-function explorerRow(one, cell, view, waiting, lane) {
-  const [name, status, , step, digest, proof, , , heard] = one;
+function explorerRow(explorer, cell, view, waiting, lane) {
+  const [name, status, , step, digest, proof, , , heard] = explorer;
   const ended = { stopped: "stopped", suspended: "suspended", ended: "ended", lost: `lost, heard ${duration(view.now - heard)} ago` };
   return h(
     "tr",
@@ -415,32 +417,32 @@ function explorerRow(one, cell, view, waiting, lane) {
     h("td", { class: "nowrap" }, step === null ? "–" : `step ${count(step)}`),
     h(
       "td",
-      { class: "muted", title: digest ? `digest ${short(digest)}: ${proof}; ${served(one[10])}` : "" },
-      ended[status] ?? (waiting.has(name) ? "waits" : staleWords(one)),
+      { class: "muted", title: digest ? `digest ${short(digest)}: ${proof}; ${formatProof(explorer[10])}` : "" },
+      ended[status] ?? (waiting.has(name) ? "waits" : staleWords(explorer)),
       proof === "differs" ? " ≠" : "",
-      one[10] && !ended[status] ? ` · ${one[10]}` : "",
+      explorer[10] && !ended[status] ? ` · ${explorer[10]}` : "",
     ),
     h(
       "td",
       { class: "number muted nowrap" },
-      one[7] ? `${duration(Math.max(0, view.now - one[7]))} ago` : "–",
+      explorer[7] ? `${duration(Math.max(0, view.now - explorer[7]))} ago` : "–",
     ),
   );
 }
 
-function explorerCell(one, cell, view, waiting, lane) {
-  const [name, status, epoch, step, digest, proof, , , heard] = one;
+function explorerCell(explorer, cell, view, waiting, lane) {
+  const [name, status, epoch, step, digest, proof, , , heard] = explorer;
   const tip = () => [
     name,
-    `${status} · ${staleWords(one)}`,
+    `${status} · ${staleWords(explorer)}`,
     step === null ? "" : `step ${step} of epoch ${epoch} · ${proof} ${short(digest)}`,
-    step === null ? "" : served(one[10]),
+    step === null ? "" : formatProof(explorer[10]),
     heard ? `heard of ${duration(view.now - heard)} ago` : "",
     waiting.has(name) ? "reports a wait" : "",
   ];
   return h("button", {
     class: cell,
-    "aria-label": `${name}: ${staleWords(one)}`,
+    "aria-label": `${name}: ${staleWords(explorer)}`,
     onclick: () => lane(name),
     onmousemove: (event) => showTip(event.clientX, event.clientY, tip()),
     onmouseleave: hideTip,
@@ -451,15 +453,15 @@ function explorerCell(one, cell, view, waiting, lane) {
 
 // Returns the failures among marks, newest first: a step's in the place of the save's that failed it.
 function failuresOf(marks) {
-  const found = new Map();
+  const failures = new Map();
   for (const [at, number, entry, name, words] of marks) {
     const isFailure =
       name === "step-failed" ||
-      (name === "save-failed" && !found.has(entry)) ||
+      (name === "save-failed" && !failures.has(entry)) ||
       (name === "run-closed" && !words.endsWith(": finished"));
-    if (isFailure) found.set(entry, ["✕", words, entry, number, at]);
+    if (isFailure) failures.set(entry, ["✕", words, entry, number, at]);
   }
-  return [...found.values()].slice(-4).reverse();
+  return [...failures.values()].slice(-4).reverse();
 }
 
 // Kinds of trouble that have lines of their own.
@@ -470,7 +472,7 @@ function troublesPanel(view, marks, { scrub }) {
     ...view.suspects.map((words) => ["!", words]),
     ...failuresOf(marks),
     ...view.troubles
-      .filter(([, words, serious]) => serious && !LISTED_TROUBLES.test(words))
+      .filter(([, words, isSerious]) => isSerious && !LISTED_TROUBLES.test(words))
       .map(([number, words]) => ["!", `${count(number)} ${words}`]),
     ...view.anomalies
       .slice(-4)

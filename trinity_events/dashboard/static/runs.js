@@ -24,46 +24,46 @@ export function runsPanel(runs) {
   );
 }
 
-function row(one) {
-  const address = `#/${encodeURIComponent(one.run)}`;
+function row(run) {
+  const address = `#/${encodeURIComponent(run.run)}`;
   const number = (value) => h("td", { class: "number" }, count(value));
   return h(
     "tr",
     { onclick: () => (location.hash = address) },
-    h("td", {}, h("a", { href: address, class: "strong" }, one.run), nextLine(one)),
-    h("td", {}, statusOf(one)),
-    h("td", { class: "number" }, `${count(one.step)}${one.steps ? ` of ${count(one.steps)}` : ""}`),
-    h("td", { class: "number" }, one.reward === null ? "–" : figure(one.reward)),
+    h("td", {}, h("a", { href: address, class: "strong" }, run.run), nextLine(run)),
+    h("td", {}, statusOf(run)),
+    h("td", { class: "number" }, `${count(run.step)}${run.steps ? ` of ${count(run.steps)}` : ""}`),
+    h("td", { class: "number" }, run.reward === null ? "–" : figure(run.reward)),
     h(
       "td",
       { class: "nowrap muted" },
-      one.heard_at ? `${duration(Date.now() - one.heard_at)} ago` : "–",
+      run.heard_at ? `${duration(Date.now() - run.heard_at)} ago` : "–",
     ),
     h(
       "td",
       { class: "nowrap muted" },
-      one.last_opened ? `${day(one.last_opened)} ${clock(one.last_opened)}` : "–",
+      run.last_opened ? `${day(run.last_opened)} ${clock(run.last_opened)}` : "–",
     ),
-    number(one.ready?.checkpoint),
-    number(one.explorers),
+    number(run.ready?.checkpoint),
+    number(run.explorers),
     h(
       "td",
-      { class: `number ${one.problems ? "late" : "muted"}` },
-      one.problems ? count(one.problems) : "–",
+      { class: `number ${run.problems ? "late" : "muted"}` },
+      run.problems ? count(run.problems) : "–",
     ),
   );
 }
 
 // Says how a run goes on that did not finish.
-function nextLine(one) {
-  const isBroken = one.silent_since || one.trainer === "failed" || one.trainer === "interrupted";
-  if (!isBroken || !one.command) return null;
-  return h("div", { class: "muted next" }, "continue: ", h("code", {}, one.command));
+function nextLine(run) {
+  const isBroken = run.silent_since || run.trainer === "failed" || run.trainer === "interrupted";
+  if (!isBroken || !run.command) return null;
+  return h("div", { class: "muted next" }, "continue: ", h("code", {}, run.command));
 }
 
-function statusOf(one) {
-  if (one.problem) return h("span", { class: "state bad" }, one.problem);
-  if (one.silent_since) return h("span", { class: "pill going" }, "silent");
+function statusOf(run) {
+  if (run.problem) return h("span", { class: "state bad" }, run.problem);
+  if (run.silent_since) return h("span", { class: "pill going" }, "silent");
   const mood = { running: "ok", require_sync: "ok", failed: "bad", interrupted: "going" };
-  return h("span", { class: `pill ${mood[one.trainer] ?? ""}` }, one.trainer ?? "–");
+  return h("span", { class: `pill ${mood[run.trainer] ?? ""}` }, run.trainer ?? "–");
 }

@@ -45,8 +45,8 @@ export function samplesPage(source, run) {
 async function load(source, run, page) {
   const again = () => load(source, run, page);
   try {
-    const found = await source.of(run, "samples", { step: chosen.step });
-    if (found.step === null) {
+    const listing = await source.of(run, "samples", { step: chosen.step });
+    if (listing.step === null) {
       page.replaceChildren(
         panel(
           "Samples",
@@ -58,16 +58,16 @@ async function load(source, run, page) {
       );
       return;
     }
-    chosen.step = found.step;
+    chosen.step = listing.step;
     const list = h("div", { class: "groups" });
     const summary = h("span", {});
     const meaning = h("p", { class: "muted shade-meaning" });
     const show = () => {
       meaning.textContent = MEANINGS[chosen.shade];
-      showGroups(found, list, summary, source, run);
+      showGroups(listing, list, summary, source, run);
     };
     page.replaceChildren(
-      panel(`Samples of step ${found.step}`, summary, toolbar(found, again, show), meaning, list),
+      panel(`Samples of step ${listing.step}`, summary, toolbar(listing, again, show), meaning, list),
     );
     show();
   } catch (error) {
@@ -101,9 +101,9 @@ function field(label, name, show, properties) {
   return h("label", {}, h("span", {}, label), input);
 }
 
-function toolbar(found, again, show) {
-  const plain = (values) => values.map((one) => [one, one]);
-  const at = found.steps.indexOf(found.step);
+function toolbar(listing, again, show) {
+  const plain = (values) => values.map((value) => [value, value]);
+  const at = listing.steps.indexOf(listing.step);
   const to = (step) => {
     chosen.step = Number(step);
     again();
@@ -119,8 +119,8 @@ function toolbar(found, again, show) {
         class: "tool",
         title: words,
         "aria-label": words,
-        disabled: !(at + by in found.steps),
-        onclick: () => to(found.steps[at + by]),
+        disabled: !(at + by in listing.steps),
+        onclick: () => to(listing.steps[at + by]),
       },
       sign,
     );
@@ -131,7 +131,7 @@ function toolbar(found, again, show) {
       "div",
       { class: "sample-step" },
       move(-1, "The step before", "‹"),
-      choice("Step", plain(found.steps), found.step, to),
+      choice("Step", plain(listing.steps), listing.step, to),
       move(1, "The step after", "›"),
     ),
     choice("Order", plain(Object.keys(ORDERS)), chosen.order, (value) => {
@@ -142,10 +142,10 @@ function toolbar(found, again, show) {
       chosen.shade = value;
       show();
     }),
-    choice("Fate", fatesOf(found), filters.fate, filter("fate")),
+    choice("Fate", fatesOf(listing), filters.fate, filter("fate")),
     choice(
       "Reward or part",
-      [["", "reward"], ...plain(found.parts)],
+      [["", "reward"], ...plain(listing.parts)],
       filters.part,
       filter("part"),
     ),
@@ -155,7 +155,7 @@ function toolbar(found, again, show) {
     field("to", "longest", show, { inputmode: "numeric" }),
     choice(
       "Explorer",
-      [["", "all"], ...plain([...found.explorers].sort(byName))],
+      [["", "all"], ...plain([...listing.explorers].sort(byName))],
       filters.explorer,
       filter("explorer"),
     ),
@@ -173,15 +173,15 @@ function toolbar(found, again, show) {
 }
 
 // Returns the fates of a step with their numbers of samples, those of discarded answers last.
-function fatesOf(found) {
-  const fates = Object.keys(found.fates).filter((one) => one !== TRAINED);
-  const total = (names) => names.reduce((sum, one) => sum + (found.fates[one] ?? 0), 0);
+function fatesOf(listing) {
+  const fates = Object.keys(listing.fates).filter((fate) => fate !== TRAINED);
+  const total = (names) => names.reduce((sum, fate) => sum + (listing.fates[fate] ?? 0), 0);
   const discarded = total(fates);
-  const named = [TRAINED, ...fates.sort(byName)].map((one) => [one, `${one} (${total([one])})`]);
-  if (![TRAINED, DISCARDED, ""].includes(filters.fate) && !(filters.fate in found.fates))
-    named.push([filters.fate, `${filters.fate} (0)`]);
+  const options = [TRAINED, ...fates.sort(byName)].map((fate) => [fate, `${fate} (${total([fate])})`]);
+  if (![TRAINED, DISCARDED, ""].includes(filters.fate) && !(filters.fate in listing.fates))
+    options.push([filters.fate, `${filters.fate} (0)`]);
   return [
-    ...named,
+    ...options,
     [DISCARDED, `all discarded (${discarded})`],
     ["", `all (${discarded + total([TRAINED])})`],
   ];
@@ -193,10 +193,10 @@ function hasFate(group) {
 }
 
 // Returns true if a sample passes the filters.
-function passes(found) {
-  const part = found.parts.indexOf(filters.part);
-  const explorer = found.explorers.indexOf(filters.explorer);
-  const bound = (text, other) => (text === "" || !Number.isFinite(Number(text)) ? other : Number(text));
+function passes(listing) {
+  const part = listing.parts.indexOf(filters.part);
+  const explorer = listing.explorers.indexOf(filters.explorer);
+  const bound = (text, fallback) => (text === "" || !Number.isFinite(Number(text)) ? fallback : Number(text));
   const least = bound(filters.least, -Infinity);
   const most = bound(filters.most, Infinity);
   const shortest = bound(filters.shortest, 0);
@@ -214,38 +214,39 @@ function passes(found) {
   };
 }
 
-function showGroups(found, list, summary, source, run) {
-  const pass = passes(found);
-  const groups = found.groups
+function showGroups(listing, list, summary, source, run) {
+  const pass = passes(listing);
+  const groups = listing.groups
     .filter(hasFate)
     .map((group) => {
       const shown = group.samples.filter(pass);
-      const rewards = shown.map((one) => one[1]);
+      const rewards = shown.map((sample) => sample[1]);
       return {
         ...group,
         shown,
-        mean: rewards.reduce((sum, one) => sum + one, 0) / rewards.length,
+        mean: rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length,
         low: Math.min(...rewards),
         high: Math.max(...rewards),
-        longest: Math.max(...shown.map((one) => one[2])),
+        longest: Math.max(...shown.map((sample) => sample[2])),
       };
     })
     .filter((group) => group.shown.length);
   const key = ORDERS[chosen.order];
-  groups.sort((one, other) => key(one) - key(other) || one.ordinal - other.ordinal);
+  groups.sort((a, b) => key(a) - key(b) || a.ordinal - b.ordinal);
   const samples = groups.reduce((sum, group) => sum + group.shown.length, 0);
   const total = groups.reduce((sum, group) => sum + group.mean * group.shown.length, 0);
   const questions = new Set(groups.map((group) => group.ordinal)).size;
   summary.textContent =
     `${plural(samples, "sample")} of ${plural(questions, "question")}, ` +
-    `mean reward ${samples ? figure(total / samples) : "–"}, epoch ${found.epoch}`;
+    `mean reward ${samples ? figure(total / samples) : "–"}, epoch ${listing.epoch}`;
   const add = (from) => {
     list.querySelector(".more")?.remove();
-    list.append(...groups.slice(from, from + FIRST).map((one) => groupRow(one, found, source, run)));
-    const left = groups.length - from - FIRST;
-    if (left > 0)
+    const following = groups.slice(from, from + FIRST);
+    list.append(...following.map((group) => groupRow(group, listing, source, run)));
+    const remaining = groups.length - from - FIRST;
+    if (remaining > 0)
       list.append(
-        h("button", { class: "more", onclick: () => add(from + FIRST) }, `${count(left)} more`),
+        h("button", { class: "more", onclick: () => add(from + FIRST) }, `${count(remaining)} more`),
       );
   };
   list.replaceChildren();
@@ -255,7 +256,7 @@ function showGroups(found, list, summary, source, run) {
   else list.append(empty(`No sample of this step is ${filters.fate}.`));
 }
 
-function groupRow(group, found, source, run) {
+function groupRow(group, listing, source, run) {
   const answers = ["best", "median", "worst"].map((words, at) => {
     const row = group.samples[[group.best, group.middle, group.worst][at]];
     return h(
@@ -281,7 +282,7 @@ function groupRow(group, found, source, run) {
         { class: "muted" },
         ` mean reward ${figure(group.mean)} (${figure(group.low)} to ${figure(group.high)}), `,
         `${plural(group.shown.length, "sample")}, up to ${plural(group.longest, "token")}`,
-        group.shown.some((one) => one[3]) ? ", some cut off" : "",
+        group.shown.some((sample) => sample[3]) ? ", some cut off" : "",
       ),
       group.question ? h("div", { class: "question" }, group.question) : null,
       h("div", { class: "answers" }, answers),
@@ -289,12 +290,12 @@ function groupRow(group, found, source, run) {
     body,
   );
   box.addEventListener("toggle", () => {
-    if (box.open && !body.childNodes.length) fillGroup(group, found, source, run, body);
+    if (box.open && !body.childNodes.length) fillGroup(group, listing, source, run, body);
   });
   return box;
 }
 
-function fillGroup(group, found, source, run, body) {
+function fillGroup(group, listing, source, run, body) {
   const place = h("div", {});
   const buttons = group.shown.map((row) => {
     const [sample, reward, length, cut, , staleness, versions] = row;
@@ -313,11 +314,11 @@ function fillGroup(group, found, source, run, body) {
   let newest = 0;
   const open = async (sample, button) => {
     const opened = (newest += 1);
-    for (const one of buttons) one.classList.toggle("on", one === button);
+    for (const pick of buttons) pick.classList.toggle("on", pick === button);
     let view;
     try {
       const { fate, ordinal, attempt } = group;
-      const query = { step: found.step, fate, ordinal, attempt, sample };
+      const query = { step: listing.step, fate, ordinal, attempt, sample };
       view = sampleView(await source.of(run, "sample", query));
     } catch (error) {
       view = h("p", { class: "callout" }, error.message);
@@ -334,30 +335,30 @@ function fillGroup(group, found, source, run, body) {
   open(group.shown[first][0], buttons[first]);
 }
 
-function sampleView(one) {
-  const parts = Object.entries(one.reward_parts).map(([name, value]) => `${name} ${figure(value)}`);
+function sampleView(sample) {
+  const parts = Object.entries(sample.reward_parts).map(([name, value]) => `${name} ${figure(value)}`);
   const facts = [
-    `reward ${figure(one.reward)}${parts.length ? ` (${parts.join(", ")})` : ""}`,
-    one.fate === TRAINED ? null : one.fate,
-    one.advantage === null ? null : `advantage ${figure(one.advantage)}`,
-    `staleness ${one.staleness}`,
-    `by ${one.explorer}${one.attempt > 1 ? `, attempt ${one.attempt}` : ""}`,
-    one.proof ? `weights ${one.proof}` : null,
-    one.is_truncated ? "cut off" : null,
-    one.is_redacted ? "redacted" : null,
+    `reward ${figure(sample.reward)}${parts.length ? ` (${parts.join(", ")})` : ""}`,
+    sample.fate === TRAINED ? null : sample.fate,
+    sample.advantage === null ? null : `advantage ${figure(sample.advantage)}`,
+    `staleness ${sample.staleness}`,
+    `by ${sample.explorer}${sample.attempt > 1 ? `, attempt ${sample.attempt}` : ""}`,
+    sample.proof ? `weights ${sample.proof}` : null,
+    sample.is_truncated ? "cut off" : null,
+    sample.is_redacted ? "redacted" : null,
   ];
   const blocks = [];
   let at = 0;
-  const marks = versionMarks(one);
-  one.turns.forEach(([role, content, length], place) => {
-    const messages = one.messages.filter((message) => message[0] === place);
+  const marks = versionMarks(sample);
+  sample.turns.forEach(([role, content, length], place) => {
+    const messages = sample.messages.filter((message) => message[0] === place);
     if (role === "policy") {
-      const tokens = shadedTokens(one, at, Math.min(at + length, one.tokens.length), marks);
-      blocks.push(turnBlock(role, [...tokens, ...messages.flatMap((one) => toolCalls(one[4]))]));
+      const tokens = shadedTokens(sample, at, Math.min(at + length, sample.tokens.length), marks);
+      blocks.push(turnBlock(role, [...tokens, ...messages.flatMap((message) => toolCalls(message[4]))]));
     } else if (messages.length) {
       blocks.push(...messages.map((message) => messageBlock(role, message)));
     } else {
-      const tokens = shadedTokens(one, at, Math.min(at + length, one.tokens.length), marks);
+      const tokens = shadedTokens(sample, at, Math.min(at + length, sample.tokens.length), marks);
       blocks.push(turnBlock(role, role === "prompt" ? h("span", {}, content) : tokens));
     }
     if (role !== "prompt") at += length;
@@ -366,11 +367,11 @@ function sampleView(one) {
     "div",
     { class: "sample-view" },
     h("p", { class: "muted" }, facts.filter(Boolean).join(" · ")),
-    one.reward_error ? h("p", { class: "callout" }, `The reward failed: ${one.reward_error}`) : null,
+    sample.reward_error ? h("p", { class: "callout" }, `The reward failed: ${sample.reward_error}`) : null,
     blocks,
-    one.judge_reply ? turnBlock("judge", h("span", {}, one.judge_reply)) : null,
-    one.tokens.length < one.length
-      ? empty(`${count(one.length - one.tokens.length)} more tokens are in the record.`)
+    sample.judge_reply ? turnBlock("judge", h("span", {}, sample.judge_reply)) : null,
+    sample.tokens.length < sample.length
+      ? empty(`${count(sample.length - sample.tokens.length)} more tokens are in the record.`)
       : null,
   );
 }
@@ -381,7 +382,7 @@ function messageBlock(turn, [, role, name, content, calls]) {
 }
 
 function toolCalls(calls) {
-  return calls.map(([name, given]) => h("div", { class: "tool-call" }, `calls ${name}(${given})`));
+  return calls.map(([name, text]) => h("div", { class: "tool-call" }, `calls ${name}(${text})`));
 }
 
 function turnBlock(role, content, title = role) {
@@ -394,37 +395,37 @@ function turnBlock(role, content, title = role) {
 }
 
 // Returns the versions that begin at a token, by the token's place in the answer.
-function versionMarks(one) {
+function versionMarks(sample) {
   const marks = new Map();
-  let left = 0;
+  let remaining = 0;
   let next = 0;
   let before = null;
-  one.mask.forEach((isPolicy, place) => {
+  sample.mask.forEach((isPolicy, place) => {
     if (!isPolicy) return;
-    while (left === 0 && next < one.versions.length) {
-      const [epoch, step, length] = one.versions[next];
-      left = length;
+    while (remaining === 0 && next < sample.versions.length) {
+      const [epoch, step, length] = sample.versions[next];
+      remaining = length;
       next += 1;
       if (length && before !== `${epoch}/${step}`)
-        marks.set(place, epoch === one.epoch ? `step ${step}` : `epoch ${epoch}, step ${step}`);
+        marks.set(place, epoch === sample.epoch ? `step ${step}` : `epoch ${epoch}, step ${step}`);
       before = `${epoch}/${step}`;
     }
-    left -= 1;
+    remaining -= 1;
   });
   return marks;
 }
 
-function shadedTokens(one, from, to, marks) {
+function shadedTokens(sample, from, to, marks) {
   const spans = [];
   for (let at = from; at < to; at += 1) {
     if (marks.has(at)) spans.push(h("span", { class: "version-mark" }, marks.get(at)));
-    const shade = one.mask[at] ? shadeOf(one, at) : null;
+    const shade = sample.mask[at] ? shadeOf(sample, at) : null;
     const texts = [
-      one.mask[at] ? `log-probability ${figure(one.logprobs[at])}` : "environment",
-      one.mask[at] && one.trainer_logprobs.length
-        ? `trainer's ${figure(one.trainer_logprobs[at])}`
+      sample.mask[at] ? `log-probability ${figure(sample.logprobs[at])}` : "environment",
+      sample.mask[at] && sample.trainer_logprobs.length
+        ? `trainer's ${figure(sample.trainer_logprobs[at])}`
         : null,
-      one.mask[at] && one.advantages.length ? `advantage ${figure(one.advantages[at])}` : null,
+      sample.mask[at] && sample.advantages.length ? `advantage ${figure(sample.advantages[at])}` : null,
     ];
     spans.push(
       h(
@@ -434,7 +435,7 @@ function shadedTokens(one, from, to, marks) {
           title: texts.filter(Boolean).join("\n"),
           css: shade ? { background: shade } : {},
         },
-        one.tokens[at],
+        sample.tokens[at],
       ),
     );
   }
@@ -442,17 +443,17 @@ function shadedTokens(one, from, to, marks) {
 }
 
 // Orange is what was unlikely, or is made less likely; blue the opposite. Colour-blind readers see both.
-function shadeOf(one, at) {
+function shadeOf(sample, at) {
   const tint = (color, share) =>
     `color-mix(in srgb, ${color} ${Math.round(60 * Math.min(1, share))}%, transparent)`;
-  if (chosen.shade === "logprob") return tint("#d55e00", -one.logprobs[at] / 6);
+  if (chosen.shade === "logprob") return tint("#d55e00", -sample.logprobs[at] / 6);
   if (chosen.shade === "ratio") {
-    if (!one.trainer_logprobs.length) return null;
-    const difference = one.trainer_logprobs[at] - one.logprobs[at];
+    if (!sample.trainer_logprobs.length) return null;
+    const difference = sample.trainer_logprobs[at] - sample.logprobs[at];
     return tint(difference < 0 ? "#d55e00" : "#0072b2", Math.abs(difference) / 0.5);
   }
   if (chosen.shade === "advantage") {
-    const advantage = one.advantages[at] ?? 0;
+    const advantage = sample.advantages[at] ?? 0;
     return tint(advantage < 0 ? "#d55e00" : "#0072b2", Math.abs(advantage) / 2);
   }
   return null;

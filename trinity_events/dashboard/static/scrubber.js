@@ -110,18 +110,18 @@ export class Scrubber {
     const columns = new Map();
     for (const [bucket, category, number] of overview.cells) {
       const column = Math.round(x(overview.begin + bucket * overview.width));
-      const found = columns.get(column) ?? new Map();
-      found.set(category, (found.get(category) ?? 0) + number);
-      columns.set(column, found);
+      const byCategory = columns.get(column) ?? new Map();
+      byCategory.set(category, (byCategory.get(category) ?? 0) + number);
+      columns.set(column, byCategory);
     }
     const sums = [...columns.values()]
-      .map((one) => [...one.values()].reduce((sum, each) => sum + each, 0))
-      .sort((one, other) => one - other);
+      .map((byCategory) => [...byCategory.values()].reduce((sum, number) => sum + number, 0))
+      .sort((a, b) => a - b);
     const most = sums[Math.floor(sums.length * 0.98)] || 1;
     const thick = Math.max(1, x(overview.begin + overview.width) - x(overview.begin) - 0.2);
-    for (const [column, found] of columns) {
+    for (const [column, byCategory] of columns) {
       let up = 0;
-      for (const [category, number] of [...found].sort((one, other) => one[0] - other[0])) {
+      for (const [category, number] of [...byCategory].sort((a, b) => a[0] - b[0])) {
         const share = Math.min(high - 10 - up, (number / most) * (high - 12));
         if (share <= 0) continue;
         pen.fillStyle = CATEGORY_COLORS[this.categories[category]];

@@ -3,18 +3,18 @@
 import { CATEGORY_COLORS, clock, count, day, h, panel, table } from "./format.js";
 
 const PAGE = 50; // results of one answer
-const asked = { type: "", producer: "", step: "", since: "", until: "" };
+const query = { type: "", producer: "", step: "", since: "", until: "" };
 
 // Fills in the conditions of the next search.
 export function searchFor(conditions) {
-  for (const name of Object.keys(asked)) asked[name] = conditions[name] ?? "";
+  for (const name of Object.keys(query)) query[name] = conditions[name] ?? "";
 }
 
 export function searchPage(source, run, lanes, actions) {
   const results = h("tbody", {});
   const note = h("p", { class: "empty" });
   const proof = h("div", { class: "proof" });
-  const moment = (name) => (asked[name] ? new Date(asked[name]).getTime() : null);
+  const moment = (name) => (query[name] ? new Date(query[name]).getTime() : null);
   let before = null;
   let number = 0;
   const further = h("button", { class: "more", hidden: true, onclick: () => add() }, "Search on");
@@ -25,24 +25,24 @@ export function searchPage(source, run, lanes, actions) {
     results.replaceChildren();
     add();
     proof.replaceChildren();
-    if (/^\d+$/.test(asked.step)) prove(source, run, asked.step, proof, actions);
+    if (/^\d+$/.test(query.step)) prove(source, run, query.step, proof, actions);
   };
   const add = async () => {
     note.textContent = "Searching…";
     try {
-      const found = await source.of(run, "events", {
-        ...asked,
+      const answer = await source.of(run, "events", {
+        ...query,
         since: moment("since"),
         until: moment("until"),
         before,
         limit: PAGE,
       });
-      number += found.found.length;
-      results.append(...found.found.map((row) => resultRow(row, lanes, actions)));
-      before = found.before;
+      number += answer.found.length;
+      results.append(...answer.found.map((row) => resultRow(row, lanes, actions)));
+      before = answer.before;
       further.hidden = before === null;
-      const back = `; searched back to ${day(found.until)} ${clock(found.until)}`;
-      note.textContent = `${count(number)} found${before !== null && found.until ? back : ""}.`;
+      const back = `; searched back to ${day(answer.until)} ${clock(answer.until)}`;
+      note.textContent = `${count(number)} found${before !== null && answer.until ? back : ""}.`;
     } catch (error) {
       note.textContent = error.message;
     }
@@ -67,7 +67,7 @@ export function searchPage(source, run, lanes, actions) {
             h(
               "tr",
               {},
-              HEADS.map((one) => h("th", {}, one)),
+              HEADS.map((heading) => h("th", {}, heading)),
             ),
           ),
           results,
@@ -83,7 +83,7 @@ const HEADS = ["time", "event", "producer", "type", "fields"];
 
 function searchForm(lanes, find) {
   const field = (name, label, properties) =>
-    h("label", {}, h("span", {}, label), h("input", { name, value: asked[name], ...properties }));
+    h("label", {}, h("span", {}, label), h("input", { name, value: query[name], ...properties }));
   const choices = (id, all) =>
     h(
       "datalist",
@@ -118,7 +118,7 @@ function searchForm(lanes, find) {
     choices("types", lanes.types),
     choices(
       "producers",
-      lanes.lanes.slice(0, 200).map((one) => one[0]),
+      lanes.lanes.slice(0, 200).map(([name]) => name),
     ),
   );
   return form;
@@ -146,31 +146,31 @@ function resultRow(row, lanes, { scrub }) {
 
 // Shows why a step is as it is, and the entries that prove it; a file has no proofs.
 async function prove(source, run, step, place, { scrub }) {
-  let found;
+  let explanation;
   try {
-    found = await source.of(run, "explain", { step });
+    explanation = await source.of(run, "explain", { step });
   } catch {
     return;
   }
-  const rows = found.proof.map((one) =>
+  const rows = explanation.proof.map((entry) =>
     h(
       "tr",
-      { class: one.final ? "final" : "" },
-      h("td", { title: one.final ? "the outcome follows from it" : "" }, one.final ? "➤" : ""),
+      { class: entry.final ? "final" : "" },
+      h("td", { title: entry.final ? "the outcome follows from it" : "" }, entry.final ? "➤" : ""),
       h(
         "td",
         { class: "nowrap" },
-        h("button", { class: "link", onclick: () => scrub({ entry: one.id }) }, one.id),
+        h("button", { class: "link", onclick: () => scrub({ entry: entry.id }) }, entry.id),
       ),
-      h("td", {}, one.kind.replace("_", " ")),
-      h("td", {}, one.part),
-      h("td", { class: "nowrap" }, one.by),
-      h("td", { class: "line-cell" }, one.what.replace(/(:[0-9a-f]{12})[0-9a-f]{20,}/, "$1…")),
+      h("td", {}, entry.kind.replace("_", " ")),
+      h("td", {}, entry.part),
+      h("td", { class: "nowrap" }, entry.by),
+      h("td", { class: "line-cell" }, entry.what.replace(/(:[0-9a-f]{12})[0-9a-f]{20,}/, "$1…")),
     ),
   );
   const heads = ["", "entry", "kind", "part", "by", "what"];
   place.replaceChildren(
-    ...found.words
+    ...explanation.words
       .split("\n")
       .filter(Boolean)
       .map((line) => h("p", { class: "strong" }, line)),

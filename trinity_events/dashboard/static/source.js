@@ -3,9 +3,9 @@
 const TOKEN = "trinity-events-token";
 
 export function takeToken() {
-  const found = /^#token=([\w-]+)/.exec(location.hash);
-  if (!found) return;
-  sessionStorage.setItem(TOKEN, found[1]);
+  const match = /^#token=([\w-]+)/.exec(location.hash);
+  if (!match) return;
+  sessionStorage.setItem(TOKEN, match[1]);
   history.replaceState(null, "", location.pathname);
 }
 
@@ -13,15 +13,15 @@ class LiveSource {
   offline = false;
 
   async ask(path, query) {
-    const asked = new URLSearchParams(
+    const parameters = new URLSearchParams(
       Object.entries(query ?? {}).filter(
         ([, value]) => value !== null && value !== undefined && value !== "",
       ),
     );
-    const answer = await fetch(`/api/${path}?${asked}`, { headers: this.headers() });
-    const found = await answer.json();
-    if (!answer.ok) throw new Error(found.error ?? answer.statusText);
-    return found;
+    const answer = await fetch(`/api/${path}?${parameters}`, { headers: this.headers() });
+    const data = await answer.json();
+    if (!answer.ok) throw new Error(data.error ?? answer.statusText);
+    return data;
   }
 
   headers() {
@@ -37,8 +37,8 @@ class LiveSource {
     return this.ask(`runs/${encodeURIComponent(run)}/${name}`, query);
   }
 
-  // Calls `told` with each state, and `lost` while the stream is away; returns what ends it.
-  follow(run, told, lost) {
+  // Calls `receive` with each state, and `lost` while the stream is away; returns what ends it.
+  follow(run, receive, lost) {
     const ending = new AbortController();
     const read = async () => {
       for (let pause = 500; !ending.signal.aborted; pause = Math.min(pause * 2, 8000)) {
@@ -50,7 +50,7 @@ class LiveSource {
           if (!answer.ok) throw new Error((await answer.json()).error);
           await events(answer.body, (data) => {
             pause = 500;
-            told(data);
+            receive(data);
           });
         } catch (error) {
           if (ending.signal.aborted) return;
@@ -64,7 +64,7 @@ class LiveSource {
   }
 }
 
-async function events(body, told) {
+async function events(body, receive) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = ""; ;) {
     const { value, done } = await reader.read();
@@ -75,32 +75,34 @@ async function events(body, told) {
     const data = parts
       .flatMap((part) => part.split("\n"))
       .filter((line) => line.startsWith("data: "));
-    if (data.length) told(JSON.parse(data.at(-1).slice(6)));
+    if (data.length) receive(JSON.parse(data.at(-1).slice(6)));
   }
 }
 
 // The versions as they were at a moment of the past, in milliseconds.
-function versionsUntil(found, at) {
+function versionsUntil(matrix, at) {
   const seconds = at / 1000,
-    kept = new Map();
-  const versions = found.versions.filter(
-    (one, column) => one[2] <= seconds && kept.set(column, kept.size),
+    columns = new Map();
+  const versions = matrix.versions.filter(
+    (version, column) => version[2] <= seconds && columns.set(column, columns.size),
   );
-  const moved = (one) => [kept.get(one[0]), ...one.slice(1)];
-  const cells = found.cells.filter((one) => kept.has(one[0]) && one[2] <= seconds).map(moved);
-  const applied = (column) => cells.filter((one) => one[0] === column).length;
+  const move = (cell) => [columns.get(cell[0]), ...cell.slice(1)];
+  const cells = matrix.cells.filter((cell) => columns.has(cell[0]) && cell[2] <= seconds).map(move);
+  const applied = (column) => cells.filter((cell) => cell[0] === column).length;
   return {
-    versions: versions.map((one, column) => [
-      ...one.slice(0, 3),
-      one[3] <= seconds ? one[3] : 0,
-      one[4],
-      ...one.slice(5, 9),
+    versions: versions.map((version, column) => [
+      ...version.slice(0, 3),
+      version[3] <= seconds ? version[3] : 0,
+      version[4],
+      ...version.slice(5, 9),
       applied(column),
     ]),
-    explorers: found.explorers,
-    later: found.versions.length,
+    explorers: matrix.explorers,
+    later: matrix.versions.length,
     cells,
-    refused: found.refused.filter((one) => kept.has(one[0]) && one[3] <= seconds).map(moved),
+    refused: matrix.refused
+      .filter((refusal) => columns.has(refusal[0]) && refusal[3] <= seconds)
+      .map(move),
   };
 }
 
@@ -116,10 +118,10 @@ class FileSource {
   }
 
   async of(run, name, query) {
-    const found = this[`_${name}`] ? this[`_${name}`](query ?? {}) : this.data[name];
-    if (found === undefined)
+    const data = this[`_${name}`] ? this[`_${name}`](query ?? {}) : this.data[name];
+    if (data === undefined)
       throw new Error("this file does not have it: open the run in trinity-events dashboard");
-    return found;
+    return data;
   }
 
   follow() {
@@ -130,21 +132,21 @@ class FileSource {
   _at({ number, entry, time, by }) {
     const states = this.data.states;
     if (by) {
-      const at = states.findLastIndex((one) => one.number <= number - by);
+      const at = states.findLastIndex((state) => state.number <= number - by);
       return states[Math.max(0, Math.min(states.length - 1, at + by))];
     }
     if (entry)
-      number = states.find((one) => one.position === entry)?.number ?? this.numberOf(entry);
-    let found = states[0];
-    for (const one of states) {
-      const reached = time !== undefined ? one.at <= time : one.number <= number;
-      if (reached) found = one;
+      number = states.find((state) => state.position === entry)?.number ?? this.numberOf(entry);
+    let nearest = states[0];
+    for (const state of states) {
+      const reached = time !== undefined ? state.at <= time : state.number <= number;
+      if (reached) nearest = state;
     }
-    return found;
+    return nearest;
   }
 
   _versions({ number }) {
-    const past = this.data.states.find((one) => one.number === number);
+    const past = this.data.states.find((state) => state.number === number);
     return past ? versionsUntil(this.data.versions, past.at) : this.data.versions;
   }
 
@@ -152,7 +154,7 @@ class FileSource {
   _samples({ step }) {
     const steps = this.data.record?.steps ?? {};
     const all = Object.keys(steps).map(Number);
-    const trained = all.filter((one) => steps[one].fates.trained);
+    const trained = all.filter((number) => steps[number].fates.trained);
     const newest = Math.max(...(trained.length ? trained : all));
     return steps[step ?? newest] ?? { steps: [], step: null };
   }
@@ -175,47 +177,48 @@ class FileSource {
       return single >= 0
         ? single
         : ranges.findIndex(
-            (one) => one && one[1] === role && rank >= Number(one[2]) && rank <= Number(one[3]),
+            (range) =>
+              range && range[1] === role && rank >= Number(range[2]) && rank <= Number(range[3]),
           );
     });
     const placed = (all) =>
-      all.map((one) => [rowOf[one[0]], ...one.slice(1)]).filter((one) => one[0] >= 0);
+      all.map((item) => [rowOf[item[0]], ...item.slice(1)]).filter(([row]) => row >= 0);
     const cells = placed(timeline.cells).filter(
-      (one) => one[1] >= from - timeline.width && one[1] <= to,
+      (cell) => cell[1] >= from - timeline.width && cell[1] <= to,
     );
     // Spans are of the newest events; a window that begins long before them shows numbers.
     const detailed = to > timeline.since && to - timeline.since > (to - from) / 2;
     if (!detailed) return { mode: "counts", width: timeline.width, cells };
     const spans = placed(timeline.spans).filter(
-      (one) => one[2] >= from && one[1] <= to && !ranges[one[0]],
+      (span) => span[2] >= from && span[1] <= to && !ranges[span[0]],
     );
     return {
       mode: "spans",
       width: timeline.width,
       spans,
-      cells: cells.filter((one) => ranges[one[0]] || one[1] < timeline.since - timeline.width),
+      cells: cells.filter((cell) => ranges[cell[0]] || cell[1] < timeline.since - timeline.width),
     };
   }
 
   _events({ type, producer, step, since, until, before, limit }) {
     const types = type ? type.split(",") : [];
-    const wanted = (row) =>
+    const matches = (row) =>
       (!before || row[0] < before) &&
       (!types.length || types.includes(row[4])) &&
       (!producer || row[3] === producer || row[3].replace(/-\d+$/, "") === producer) &&
       (step === undefined || step === null || step === "" || row[5] === Number(step)) &&
       (!since || row[2] >= since) &&
       (!until || row[2] <= until);
-    const found = this.data.found.filter(wanted).slice(0, limit ?? 50);
-    return { found, before: found.length === (limit ?? 50) ? found.at(-1)[0] : null, until: null };
+    const rows = this.data.found.filter(matches).slice(0, limit ?? 50);
+    return { found: rows, before: rows.length === (limit ?? 50) ? rows.at(-1)[0] : null, until: null };
   }
 }
 
 // Returns the source of the pages: the data of an exported file, if the page is one.
 export async function openSource() {
-  const held = document.getElementById("data");
-  if (!held) return new LiveSource();
-  const packed = Uint8Array.from(atob(held.textContent.trim()), (one) => one.charCodeAt(0));
+  const element = document.getElementById("data");
+  if (!element) return new LiveSource();
+  const packed = Uint8Array.from(atob(element.textContent.trim()), (byte) => byte.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   return new FileSource(await new Response(stream).json());
 }

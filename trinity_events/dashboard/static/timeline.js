@@ -25,7 +25,7 @@ export function rowsOf(lanes, filter, important) {
   const shown = lanes.filter((lane) => matches(lane, filter, important));
   const order = (lane) =>
     lane[1] === "reducer" ? 0 : lane[1] === "trainer" ? 1 : lane[1] === "explorer" ? 3 : 2;
-  shown.sort((one, other) => order(one) - order(other) || byName(one[0], other[0]));
+  shown.sort((a, b) => order(a) - order(b) || byName(a[0], b[0]));
   if (shown.length <= MOST_LANES) return shown.map((lane) => lane[0]);
   const single = shown.filter((lane) => order(lane) < 2 || important.has(lane[0])).slice(0, 20);
   const groups = [];
@@ -105,23 +105,23 @@ export class Timeline {
 
   listen() {
     const { canvas } = this;
-    let held = null;
+    let drag = null;
     canvas.addEventListener("pointerdown", (event) => {
-      held = { x: event.clientX, begin: this.begin, moved: false };
+      drag = { x: event.clientX, begin: this.begin, moved: false };
       canvas.setPointerCapture(event.pointerId);
     });
     canvas.addEventListener("pointermove", (event) => {
-      if (held) {
-        const by = ((event.clientX - held.x) / this.wide) * (this.end - this.begin);
-        if (Math.abs(event.clientX - held.x) > 3) {
-          held.moved = true;
-          this.move(held.begin - by - this.begin);
+      if (drag) {
+        const by = ((event.clientX - drag.x) / this.wide) * (this.end - this.begin);
+        if (Math.abs(event.clientX - drag.x) > 3) {
+          drag.moved = true;
+          this.move(drag.begin - by - this.begin);
         }
       } else this.hover(event);
     });
     canvas.addEventListener("pointerup", (event) => {
-      if (held && !held.moved) this.pick(event);
-      held = null;
+      if (drag && !drag.moved) this.pick(event);
+      drag = null;
     });
     canvas.addEventListener("pointerleave", () => {
       this.hot = null;
@@ -251,7 +251,7 @@ export class Timeline {
         pixels: Math.round(this.wide),
         rows: this.rows.join(","),
       });
-      this.most = Math.log2(1 + Math.max(3, ...(this.data.cells ?? []).map((one) => one[3])));
+      this.most = Math.log2(1 + Math.max(3, ...(this.data.cells ?? []).map(([, , , number]) => number)));
       this.note.textContent =
         this.data.mode === "counts"
           ? "events by time: zoom in to see spans"
@@ -510,7 +510,7 @@ export function ticksOf(begin, end, most) {
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 15e3, 3e4, 6e4, 12e4, 3e5, 6e5, 9e5,
     18e5, 36e5, 72e5, 108e5, 216e5, 432e5, 864e5, 1728e5, 6048e5,
   ];
-  const step = steps.find((one) => (end - begin) / one <= Math.max(2, most)) ?? steps.at(-1);
+  const step = steps.find((candidate) => (end - begin) / candidate <= Math.max(2, most)) ?? steps.at(-1);
   const shift = new Date(begin).getTimezoneOffset() * 60000;
   const at = [];
   for (let tick = Math.ceil((begin - shift) / step) * step + shift; tick <= end; tick += step)

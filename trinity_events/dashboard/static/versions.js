@@ -18,56 +18,56 @@ import {
 
 let shownRows = 64;
 
-export function renderVersions(found, view, { lane, scrubTime, again }) {
-  if (!found.versions.length)
+export function renderVersions(matrix, view, { lane, scrubTime, again }) {
+  if (!matrix.versions.length)
     return [
       panel(
         "Versions",
         "",
         empty(
-          found.later
-            ? `The file has the last ${found.later} versions, which all came later. The overview shows who served what.`
+          matrix.later
+            ? `The file has the last ${matrix.later} versions, which all came later. The overview shows who served what.`
             : "No weight version was opened yet.",
         ),
       ),
     ];
-  const serving = new Map(view.explorers.map((one) => [one[0], one]));
-  const cells = new Map(found.cells.map((one) => [`${one[0]}/${one[1]}`, one]));
+  const serving = new Map(view.explorers.map((explorer) => [explorer[0], explorer]));
+  const cells = new Map(matrix.cells.map((cell) => [`${cell[0]}/${cell[1]}`, cell]));
   const refused = new Map(
-    found.refused.map(([column, name, reason]) => [`${column}/${name}`, reason]),
+    matrix.refused.map(([column, name, reason]) => [`${column}/${name}`, reason]),
   );
   const behind = (name) => {
-    const one = serving.get(name);
-    return !one || one[3] === null ? 1e9 : one[6] === -1 ? 1e8 : (one[6] ?? 0);
+    const explorer = serving.get(name);
+    return !explorer || explorer[3] === null ? 1e9 : explorer[6] === -1 ? 1e8 : (explorer[6] ?? 0);
   };
-  const names = found.explorers
+  const names = matrix.explorers
     .slice()
-    .sort((one, other) => behind(other) - behind(one) || byName(one, other));
+    .sort((a, b) => behind(b) - behind(a) || byName(a, b));
   const head = h(
     "tr",
     {},
     h("th", { class: "corner" }, "explorer"),
-    found.versions.map((one) =>
+    matrix.versions.map((version) =>
       h(
         "th",
-        { class: one[3] ? "" : "unready" },
+        { class: version[3] ? "" : "unready" },
         h(
           "button",
           {
             class: "link",
-            onclick: () => scrubTime((one[3] || one[2]) * 1000 + 1),
+            onclick: () => scrubTime((version[3] || version[2]) * 1000 + 1),
             onmousemove: (event) =>
               showTip(event.clientX, event.clientY, [
-                `step ${one[1]} of epoch ${one[0]}`,
-                one[3] ? `ready ${moment(one[3] * 1000)}` : "not ready",
-                `${one[5]} parts · ${bytes(one[6])} by ${one[4] || "?"}`,
-                `stall ${figure(one[7])} s`,
-                one[8] ? `digest ${short(one[8])}` : "",
-                `${count(one[9])} explorers applied it`,
+                `step ${version[1]} of epoch ${version[0]}`,
+                version[3] ? `ready ${moment(version[3] * 1000)}` : "not ready",
+                `${version[5]} parts · ${bytes(version[6])} by ${version[4] || "?"}`,
+                `stall ${figure(version[7])} s`,
+                version[8] ? `digest ${short(version[8])}` : "",
+                `${count(version[9])} explorers applied it`,
               ]),
             onmouseleave: hideTip,
           },
-          String(one[1]),
+          String(version[1]),
         ),
       ),
     ),
@@ -77,16 +77,16 @@ export function renderVersions(found, view, { lane, scrubTime, again }) {
     h("th", {}, "since"),
   );
   const row = (name) => {
-    const one = serving.get(name);
+    const explorer = serving.get(name);
     const late = behind(name);
     return h(
       "tr",
       {},
       h("th", {}, h("button", { class: "link", onclick: () => lane(name) }, name)),
-      found.versions.map((version, column) => {
+      matrix.versions.map((version, column) => {
         const cell = cells.get(`${column}/${name}`),
           why = refused.get(`${column}/${name}`);
-        const now = one && one[2] === version[0] && one[3] === version[1];
+        const now = explorer && explorer[2] === version[0] && explorer[3] === version[1];
         const mood = why && !cell ? "refused" : !cell ? "none" : cell[6];
         const sign = { refused: "✕", none: "", proven: "✓", differs: "≠", unknown: "?" }[mood];
         return h(
@@ -120,18 +120,18 @@ export function renderVersions(found, view, { lane, scrubTime, again }) {
       ),
       h(
         "td",
-        { class: `mono ${one?.[5] === "differs" ? "late" : ""}` },
-        one ? `${{ proven: "✓ ", differs: "≠ ", unknown: "" }[one[5]]}${short(one[4])}` : "–",
+        { class: `mono ${explorer?.[5] === "differs" ? "late" : ""}` },
+        explorer ? `${{ proven: "✓ ", differs: "≠ ", unknown: "" }[explorer[5]]}${short(explorer[4])}` : "–",
       ),
-      h("td", { class: one?.[10] === "proven" ? "" : "muted" }, one?.[10] || "–"),
-      h("td", { class: "muted nowrap" }, one?.[7] ? `${duration(view.now - one[7])} ago` : "–"),
+      h("td", { class: explorer?.[10] === "proven" ? "" : "muted" }, explorer?.[10] || "–"),
+      h("td", { class: "muted nowrap" }, explorer?.[7] ? `${duration(view.now - explorer[7])} ago` : "–"),
     );
   };
   const more = names.length - shownRows;
   return [
     panel(
       "Which explorer serves what",
-      `${plural(names.length, "explorer")} · the last ${plural(found.versions.length, "version")}`,
+      `${plural(names.length, "explorer")} · the last ${plural(matrix.versions.length, "version")}`,
       h(
         "div",
         { class: "scroll to-newest" },
