@@ -18,6 +18,8 @@ from trinity_schemas.errors import StructuredError as StructuredError  # noqa: P
 class TrinityError(StructuredError):
     """Base of all errors that this package raises on purpose."""
 
+    # The careful default: a run that ends with it names the command that resumes
+    # (`launch/next_command.py` of the workers).
     is_lasting = False
     """True for an error that the same command, started again, ends with too."""
 
@@ -37,6 +39,8 @@ class PackageMissing(TrinityError):
     text = "{user} needs the package {package}: pip install '{requirement}'"
 
 
+# `is_transient` of `log/retry.py` retries this class and ServerRefuses by their exact types:
+# waiting mends no certificate, program or folder.
 class ServerUnreachable(TrinityError):
     """No server answers where the URL points.
 
@@ -74,6 +78,7 @@ class NoServerProgram(ServerUnreachable):
         fault: ``absent``, or ``unusable`` for that which the environment names.
     """
 
+    # By keyword, as in all subclasses of an error whose last attributes have defaults.
     fault: Literal["absent", "unusable"] = field(kw_only=True)
     texts: ClassVar = {
         "absent": "there is no Redis-compatible server to start: install "
@@ -304,6 +309,8 @@ class CheckpointRootUnusable(TrinityError):
     )
 
 
+# An OSError, so that a folder that another log takes later is a fault of its files alone
+# (`CheckpointFiles._attempt`): the reducer continues to fold.
 class FolderTaken(TrinityError, OSError):
     """A run's folder belongs to another log, of another server or an earlier one.
 
@@ -436,6 +443,7 @@ class SaveError(TrinityError):
     )
 
     def __post_init__(self) -> None:
+        # The save failed in another thread, whose traceback only the cause shows here.
         self.__cause__ = self.failures[0]
 
     @property
@@ -467,6 +475,7 @@ class StaleEpoch(TrinityError):
     )
 
 
+# Retried, unlike StaleEpoch: a reducer raises the counter.
 class EpochBehind(TrinityError):
     """The counter of epochs is behind the log, whose newest epoch took no number from it.
 
@@ -736,6 +745,7 @@ class VersionNotStored(VersionUnavailable):
 
     @property
     def _missing(self) -> str:
+        # The memory of a GPU is opened by a handle alone, which names no version.
         if not self.version:
             return ""
         if self.needed_by:
@@ -1007,6 +1017,7 @@ def _format_tensors(tensors: Sequence[str], count: int) -> str:
     return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
 
+# A corrupt version to its readers: one handler reports both (`weights/version_reader.py`).
 class NotAsPublished(CorruptVersion):
     """An engine that has installed a version does not compute with what was published.
 
