@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 from tests.support import megatron_ranks as at  # noqa: E402
 from tests.support.waits import wait_until  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
-from trinity_workers.engines.megatron import OptimizerOptions, ParallelLayout  # noqa: E402
+from trinity_workers.engines.megatron import HybridEngine, OptimizerOptions, ParallelLayout  # noqa: E402
 from trinity_workers.learning.finite import nested_tensors  # noqa: E402
 from trinity_workers.learning.logprobs import response_logprobs  # noqa: E402
 
@@ -203,7 +203,10 @@ def train_and_drop_engines(rank, batches, *make_options) -> None:
     for _ in range(2):
         at.make_engine(rank, *make_options)
         at.train(rank, batches)
-        assert at.count_gloo_threads() > before + 2, "groups have threads, and these names"
+        threads = at.count_gloo_threads()
+        hybrid = HybridEngine(rank.objects.engine, tensor=2)
+        assert at.count_gloo_threads() > threads > before + 2, "groups have threads with such names"
+        del hybrid
         at.drop_engine(rank)
         # Threads of groups before this test may end meanwhile.
         wait_until(lambda: at.count_gloo_threads() <= before, "an engine's groups have threads")

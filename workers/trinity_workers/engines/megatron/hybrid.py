@@ -18,7 +18,7 @@ from ..model_memory import Movable
 from ..random_states import random_states, set_random_states
 from .cpu import adapted
 from .engine import MegatronEngine
-from .layout import LayoutRefused, ParallelLayout, rollout_groups
+from .layout import LayoutRefused, ParallelLayout, new_rollout_group, rollout_groups
 from .model import build_rollout, has_experts, transformer_config
 from .parameter_slices import parameter_slices
 from .resharding import Resharding
@@ -63,7 +63,7 @@ class HybridEngine:
         options = structs.replace(engine.options, recompute=False)
         config = transformer_config(engine.config, layout, options)
         groups = rollout_groups(tensor, timeout)
-        self.group = dist.new_group(timeout=timeout)
+        self.group = new_rollout_group(timeout)
         """All ranks, for resharding and for their messages about it."""
         with together(self.group):
             self.model = build_rollout(engine.config, config, options, groups)

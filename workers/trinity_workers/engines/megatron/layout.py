@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -16,6 +17,8 @@ from .cpu import adapted, seed_generators
 
 TIMEOUT = timedelta(minutes=30)
 """Maximum time that ranks wait for each other by default, as in megatron-core."""
+_rollout_groups: list[weakref.ref[dist.ProcessGroup]] = []
+"""Groups of rollout layouts; weak, as the default group's end without :func:`leave` ends them."""
 
 
 class LayoutRefused(TrinityError):
@@ -200,15 +203,22 @@ def _own_group(size: int, timeout: timedelta) -> dist.ProcessGroup:
     rank, world = dist.get_rank(), dist.get_world_size()
     # new_group() is collective over all ranks: each makes every group, in the same order.
     groups = [
-        dist.new_group(list(range(first, first + size)), timeout=timeout)
+        new_rollout_group(timeout, list(range(first, first + size)))
         for first in range(0, world, size)
     ]
-    own: dist.ProcessGroup = groups[rank // size]
-    return own
+    return groups[rank // size]
+
+
+def new_rollout_group(timeout: timedelta, ranks: list[int] | None = None) -> dist.ProcessGroup:
+    """Return a group of ranks, all by default, which :func:`leave` destroys. Collective."""
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout)
+    if ranks is None or dist.get_rank() in ranks:  # the others are given a number
+        _rollout_groups.append(weakref.ref(group))
+    return group
 
 
 def leave() -> None:
-    """Destroy megatron-core's groups, so that another layout can be joined.
+    """Destroy the groups of training and rollout layouts, so that another one can be joined.
 
     Their connections and threads end with the last reference to the engines that use them.
     """
@@ -218,13 +228,18 @@ def leave() -> None:
         YarnRotaryEmbedding,
     )
 
-    groups = parallel_state._global_process_group_list or ()
+    groups = [
+        *(parallel_state._global_process_group_list or ()),
+        *(reference() for reference in _rollout_groups),
+    ]
+    _rollout_groups.clear()
     parallel_state.destroy_model_parallel()
     # It leaves these as they are, and of all groups it destroys only those for checkpoints.
     parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
     parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
     for group in groups:
-        # None is the default group. After that has been destroyed, torch has none of these.
+        # None is the default group, or one that is gone. After the default group has been
+        # destroyed, torch has none of these.
         if group is not None and group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
     # Their caches keep the last 32 embeddings, each of which has a group.
