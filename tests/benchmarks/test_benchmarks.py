@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from benchmarks.__main__ import BENCHMARKS
+from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.__main__ import SIZES as SIZE_NAMES
 from benchmarks.environment import HERE, Filled
 from benchmarks.event_mix import length, training
@@ -17,7 +17,6 @@ from benchmarks.measure import Noise, Rounds, Row, percentile, ratio, spread, ta
 from benchmarks.original_design import CountingMonitor, FilePoller
 from benchmarks.report import BEGIN, END, DocumentPlace, Machine, PageBroken, Report, keep
 from tests.support.errors import raises
-from tests.support.waits import PATIENCE
 from trinity_events.core import Monitor, MonitorState
 from trinity_events.errors import DeadlineExceeded
 from trinity_schemas import decode_envelope
@@ -81,19 +80,12 @@ def test_every_benchmark_has_every_size_and_says_how_long_it_takes(name):
     assert all(size.takes for size in BENCHMARKS[name].SIZES.values())
 
 
-@pytest.mark.heavy
-@pytest.mark.processes
-def test_a_name_that_is_no_benchmark_is_refused_with_those_that_are():
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "speed"],
-        cwd=HERE,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "there is no speed: choose of latency, fold" in done.stderr
+def test_a_name_that_is_no_benchmark_is_refused_with_those_that_are(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "speed"])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2
+    assert "there is no speed: choose of latency, fold" in capsys.readouterr().err
 
 
 def test_the_mix_is_a_run_without_an_anomaly_whose_every_step_becomes_ready():

@@ -33,7 +33,7 @@ from trinity_workers.config.sections.explorer import ExplorerConfig
 from trinity_workers.config.train_config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
-STEPS = 20
+STEPS = 10
 MONITORING = ("metrics", "prometheus", "grafana")
 """Services of the profile ``monitoring``."""
 
@@ -285,7 +285,7 @@ def separate(tmp_path_factory, access_controlled):
     try:
         reducer = run.start("reducer", within=within)
         explorer = run.start("explorer", "--json", within=readers)
-        settings = (f"steps={STEPS}", "checkpoints.interval=10", "seed=7")
+        settings = (f"steps={STEPS}", f"checkpoints.interval={STEPS // 2}", "seed=7")
         options = ("--json", *(word for setting in settings for word in ("--set", setting)))
         trainer = run.start("train", "--parts", "trainer", *options, within=within)
         run.wait_for_announcements(5, trainer)

@@ -1,4 +1,7 @@
-"""A job that is about to be killed saves its last step, and a resume trains none again."""
+"""A run with a constant reward raises its alarm and continues; a notice of its end loses no step.
+
+The job is about to be killed: it saves its last step, and a resume trains none again.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,84 +19,110 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("ray")
 
+from tests.support.run_processes import small_run
+
 pytestmark = [pytest.mark.processes, pytest.mark.heavy, pytest.mark.timeout(600)]
 
 PATIENCE = 300.0
-SETTINGS = {
-    "name": "warned",
-    "steps": 400,
-    "model": {},
-    "rollouts": {"prompts_per_step": 2, "samples_per_prompt": 2},
-    "evaluation": {"sets": {}},
-    "checkpoints": {"interval": 390},
-}
+TRAINED = 7
+"""Steps before the notice: the alarm is raised at the fifth."""
+REWARD = "def reward(question, answer):\n    return 0.5\n"
+SENTENCE = "100% of the groups have equal rewards"
 
 
-def command(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "trinity_events", *arguments],
-        env=os.environ | {"TRINITY_HOME": str(home)},
-        check=True,
-        capture_output=True,
-        text=True,
+@pytest.fixture(scope="module")
+def noticed(tmp_path_factory, policy_folder, cli):
+    """A run that was sent a notice: its end, its messages, its events and its state."""
+    folder = tmp_path_factory.mktemp("warned")
+    home = folder / "h"
+    home.mkdir()
+    (folder / "reward.py").write_text(REWARD)
+    messages = folder / "messages"
+    # No Python: a message about an interrupted run has three seconds, also on a loaded host.
+    notify = {"command": ["sh", "-c", 'cat >> "$0"; echo >> "$0"', str(messages)]}
+    file = small_run(
+        *(folder, policy_folder),
+        name="warned",
+        steps=400,
+        trainer={"ranks": 2},
+        rewards={"function": "./reward.py:reward"},
+        rollouts={"prompts_per_step": 2, "samples_per_prompt": 2},
+        checkpoints={"interval": 390},
+        notify=notify,
     )
 
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return cli(*arguments, env={"TRINITY_HOME": str(home)})
 
-def status(home: Path) -> dict:
-    return msgspec.json.decode(command(home, "status", "warned", "--json").stdout)
+    def read_status() -> dict[str, Any]:
+        # Before the run is opened there is none to ask for.
+        shown = command("status", "warned", "--json")
+        return msgspec.json.decode(shown.stdout) if shown.returncode == 0 else {}
 
-
-def test_a_notice_saves_the_last_step_and_the_messages_say_so(tmp_path):
-    home = tmp_path / "h"
-    home.mkdir()
-    got = tmp_path / "got.json"
-    # No Python: a message about an interrupted run has three seconds, also on a loaded host.
-    notify = {"command": ["sh", "-c", 'cat > "$0"', str(got)]}
-    file = tmp_path / "run.yaml"
-    file.write_text(msgspec.json.encode(SETTINGS | {"notify": notify}).decode())
     train = [sys.executable, "-m", "trinity_events", "train", str(file), "--json"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = os.environ | {"TRINITY_HOME": str(home)}
     with subprocess.Popen(train, cwd=home, env=environment, **pipes) as run:
         began = time.monotonic()
-        while True:
+        while (read_status().get("ledger") or {}).get("trained", 0) < 2 * TRAINED:
             assert run.poll() is None, run.communicate()[1][-4000:]
             assert time.monotonic() - began < PATIENCE
-            # Before the run is opened there is none to ask for.
-            shown = subprocess.run(
-                [sys.executable, "-m", "trinity_events", "status", "warned", "--json"],
-                env=environment,
-                capture_output=True,
-                check=False,
-            )
-            if shown.returncode == 0:
-                state = msgspec.json.decode(shown.stdout)
-                if (state.get("ledger") or {}).get("trained", 0) >= 2:
-                    break
+            time.sleep(0.2)  # the cores are the run's
         run.send_signal(signal.SIGUSR2)
-        _, errors = run.communicate(timeout=PATIENCE)
-    assert run.returncode == 128 + signal.SIGUSR2, errors[-4000:]
-    state = status(home)
-    sentence = state["closed_error"]
-    assert state["closed"] == "interrupted"
+        output, errors = run.communicate(timeout=PATIENCE)
+    tail = command("tail", "warned", "-n", "100000", "--json").stdout.splitlines()
+    return SimpleNamespace(
+        returncode=run.returncode,
+        output=output + errors,
+        messages=[msgspec.json.decode(line) for line in messages.read_bytes().splitlines() if line],
+        events=[msgspec.json.decode(line) for line in tail],
+        state=read_status(),
+        status=command("status", "warned").stdout,
+        command=command,
+        resume=lambda *settings: subprocess.run(
+            [*train, *settings], cwd=home, env=environment, check=False, **pipes
+        ),
+    )
+
+
+def events_of(noticed, kind: str) -> list[dict[str, Any]]:
+    return [line["event"] for line in noticed.events if line["event"]["type"] == kind]
+
+
+def test_a_constant_reward_raises_its_alarm_and_the_run_continues(noticed):
+    assert f"alarm: {SENTENCE}" in noticed.output
+    alarms = {event["alarm"]: event for event in events_of(noticed, "alarm-raised")}
+    alarm = alarms["equal_rewards"]
+    assert (alarm["step"], alarm["value"], alarm["threshold"]) == (5, 1.0, 0.98)
+    shares = [
+        event["metrics"]["rollout/equal_rewards"] for event in events_of(noticed, "step-trained")
+    ]
+    assert len(shares) >= TRAINED
+    assert set(shares) == {1.0}
+    sent = [message for message in noticed.messages if message["event"] == "alarm"]
+    assert len(sent) == len(alarms)
+    assert f"run warned: {alarm['sentence']}" in [message["sentence"] for message in sent]
+    assert "Alarm equal_rewards: 100%" in " ".join(noticed.status.split())
+
+
+def test_a_notice_saves_the_last_step_and_the_messages_say_so(noticed):
+    assert noticed.returncode == 128 + signal.SIGUSR2, noticed.output[-4000:]
+    sentence = noticed.state["closed_error"]
+    assert noticed.state["closed"] == "interrupted"
     assert sentence.startswith("SIGUSR2 announced the end: the checkpoint of step ")
     assert "no step is lost" in sentence
-    step = state["ready"]["checkpoint"]["at"]["step"]
+    step = noticed.state["ready"]["checkpoint"]["at"]["step"]
     assert f"of step {step} was complete" in sentence
-    message = msgspec.json.decode(got.read_bytes())
+    message = noticed.messages[-1]
     assert (message["event"], message["run"]) == ("interrupted", "warned")
     assert sentence in message["sentence"] and "train" in message["command"]
     # The trainer sent a last report of its seconds on that way out.
-    tail = command(home, "tail", "warned", "-n", "100000", "--json").stdout.splitlines()
-    lines = [msgspec.json.decode(line) for line in tail]
-    reports = [line for line in lines if line["event"]["type"] == "phases-measured"]
+    reports = [line for line in noticed.events if line["event"]["type"] == "phases-measured"]
     last = {line["producer"]["role"]: line["event"] for line in reports}
     assert last["trainer"]["is_last"]
-    more = [*train, "--set", f"steps={step + 1}", "--set", "checkpoints.interval=100"]
-    resumed = subprocess.run(
-        more, cwd=home, env=environment, check=False, capture_output=True, text=True
-    )
+    settings = (f"steps={step + 1}", "checkpoints.interval=100")
+    resumed = noticed.resume(*(word for setting in settings for word in ("--set", setting)))
     assert resumed.returncode == 0, resumed.stderr[-4000:]
     assert f"resumes from the checkpoint of step {step}" in resumed.stderr + resumed.stdout
-    books = msgspec.json.decode(command(home, "audit", "warned", "--json").stdout)
+    books = msgspec.json.decode(noticed.command("audit", "warned", "--json").stdout)
     assert books["balanced"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -21,19 +19,18 @@ pytestmark = [pytest.mark.processes, pytest.mark.heavy, pytest.mark.timeout(600)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_task"
 
 
-def run(folder: Path, settings: dict, own_home: Path) -> subprocess.CompletedProcess[str]:
-    """Train as a configuration in a folder of the user's files says, from another one."""
-    (folder / "own.yaml").write_text(msgspec.json.encode(settings).decode())  # JSON is YAML
-    command = [sys.executable, "-m", "trinity_events", "train", str(folder / "own.yaml"), "--json"]
-    return subprocess.run(
-        command,
-        check=False,
-        cwd=own_home,
-        env=os.environ | {"TRINITY_HOME": str(own_home), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+@pytest.fixture
+def run(folder, own_home, cli, monkeypatch):
+    """Trains as a configuration in a folder of the user's files says, from another one."""
+    monkeypatch.chdir(own_home)
+    environment = {"TRINITY_HOME": str(own_home), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+    def train(settings: dict) -> subprocess.CompletedProcess[str]:
+        file = folder / "own.yaml"
+        file.write_text(msgspec.json.encode(settings).decode())  # JSON is YAML
+        return cli("train", str(file), "--json", timeout=500, env=environment)
+
+    return train
 
 
 @pytest.fixture
@@ -84,7 +81,7 @@ def make(options):
 """
 
 
-def test_a_users_model_questions_reward_tools_and_engine_are_part_of_a_run(folder, own_home):
+def test_a_users_model_questions_reward_tools_and_engine_are_part_of_a_run(folder, run):
     (folder / "reward.py").write_text(REWARD_OF_TURNS)
     (folder / "tool.py").write_text(ENVIRONMENT)
     (folder / "engine.py").write_text(ENGINE)
@@ -103,7 +100,7 @@ def test_a_users_model_questions_reward_tools_and_engine_are_part_of_a_run(folde
     chosen["rollouts"]["max_prompt_tokens"] = 200
     chosen["task"] |= {"questions": None, "sets": sets}
     chosen["tracking"] = {"trackers": ["jsonl"], "folder": "./tracked"}
-    done = run(folder, chosen, own_home)
+    done = run(chosen)
     assert done.returncode == 0, done.stderr[-4000:]
     summary = msgspec.json.decode(done.stdout.splitlines()[-1])
     assert (summary["outcome"], summary["warm_up_steps"]) == ("finished", 0)
@@ -123,10 +120,12 @@ def test_a_users_model_questions_reward_tools_and_engine_are_part_of_a_run(folde
         assert values["rollout/rare/reward"] >= 10.0
 
 
-def test_a_reward_that_fails_ends_the_run_with_its_sentence_traceback_and_answer(folder, own_home):
+def test_a_reward_that_fails_ends_the_run_with_its_sentence_traceback_and_answer(
+    folder, cli, own_home, run
+):
     (folder / "reward.py").write_text("def reward(question, answer):\n    return 1 / 0\n")
     evaluated_nothing = {"evaluation": {"sets": {}}, "name": "failing"}
-    done = run(folder, settings() | {"trainer": {"ranks": 1}} | evaluated_nothing, own_home)
+    done = run(settings() | {"trainer": {"ranks": 1}} | evaluated_nothing)
     assert done.returncode != 0
     lines = done.stderr.splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
@@ -138,13 +137,7 @@ def test_a_reward_that_fails_ends_the_run_with_its_sentence_traceback_and_answer
     evidence = "\n".join(lines[shown:])
     for line in ("    ZeroDivisionError: division by zero", "  prompt:", "  response:"):
         assert line in evidence
-    explained = subprocess.run(
-        [sys.executable, "-m", "trinity_events", "explain", "failing"],
-        env=os.environ | {"TRINITY_HOME": str(own_home)},
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
+    explained = cli("explain", "failing", env={"TRINITY_HOME": str(own_home)}).stdout
     assert "A reward failed: explorer-" in explained
     for line in ("    ZeroDivisionError: division by zero", "  prompt:", "  response:"):
         assert line in explained
@@ -180,8 +173,8 @@ def test_a_reward_that_fails_ends_the_run_with_its_sentence_traceback_and_answer
         ),
     ],
 )
-def test_a_mistake_is_told_before_the_run_is_opened(folder, own_home, task, message):
-    done = run(folder, settings(**task), own_home)
+def test_a_mistake_is_told_before_the_run_is_opened(own_home, run, task, message):
+    done = run(settings(**task))
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1].startswith("error: ")
     assert message in done.stderr.splitlines()[-1]

@@ -158,7 +158,7 @@ def test_bisect_finds_the_event_that_closed_it_and_a_step_back_shows_it_open(kil
     assert change["after"] == "failed"
 
 
-@pytest.mark.parametrize("until", [(), ("--until", "2")])
+@pytest.mark.parametrize("until", [pytest.param((), marks=pytest.mark.nightly), ("--until", "2")])
 def test_its_history_as_a_test_passes_under_pytest(killed, cli, tmp_path, until):
     written = tmp_path / "test_history.py"
     shown = cli("export", killed.run_id, "--pytest", *until, "--output", str(written))
