@@ -12,7 +12,7 @@ from tests.rollouts.test_malformed_answers import reissued, send
 from tests.support.errors import raises
 from tests.support.payloads import MemoryPayloads
 from tests.support.rollout_parts import answer, samples_of
-from tests.support.waits import PATIENCE
+from tests.support.waits import PATIENCE, until
 from trinity_events.core.ledger import LedgerError
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
@@ -111,6 +111,23 @@ async def test_a_death_before_the_answer_leaves_a_payload_whose_lease_ends(parts
     assert await parts.explorer(payloads=store).answer(claim, samples_of(claim))
     [group] = await dispatcher.take(1, deadline=PATIENCE)
     assert group.payload not in (None, address.name)
+
+
+async def test_an_answer_to_a_claim_that_is_known_to_be_lost_writes_no_payload(parts, store):
+    """Invariant 6 of payloads/base.py."""
+    dispatcher = await parts.dispatcher(payloads=store)
+    await dispatcher.dispatch(2, parts.version)
+    slow, fast = (parts.explorer(name, lease=0.1, payloads=store) for name in ("slow", "fast"))
+    claims = await slow.claim(2, seconds=PATIENCE)
+    answers = [(claim, samples_of(claim)) for claim in claims]
+    async with slow.renewing(claims) as held_claims:
+        assert await fast.answer(*answers[0])
+        await until(lambda: held_claims == claims[1:])
+        assert await slow.answer_all(answers) == [False, True]
+    assert slow.discarded == 1
+    assert len(await parts.client.keys(payload_key(parts.run_id, "*"))) == 2
+    groups = await dispatcher.take(2, deadline=PATIENCE)
+    assert [group.ordinal for group in groups] == [0, 1]
 
 
 async def test_an_answer_whose_payload_is_gone_is_generated_again(parts, store, redis_url):

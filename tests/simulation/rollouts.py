@@ -308,7 +308,7 @@ class World:
             case "answer":
                 async with explorer.renewing([claim]):
                     await anyio.sleep(self.random.random() ** 4 * 2 * LEASE)
-                await explorer.answer(claim, samples)
+                    await explorer.answer(claim, samples)
             case "late":
                 await anyio.sleep(1.5 * LEASE)
                 await explorer.answer(claim, samples)

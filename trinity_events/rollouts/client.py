@@ -119,6 +119,8 @@ class RolloutClient:
         self._streams = RolloutStreams(client, run_id, epoch, keys=keys)
         self._unanswered_ids: set[str] = set()
         """Entry ids of the claims that were handed out and are not answered."""
+        self._lost_ids: set[str] = set()
+        """Entry ids of the claims that a block of :meth:`renewing` has lost."""
         # Two claims at a time would each take the other's for lost replies.
         self._claiming = anyio.Lock()
         self._sure = False
@@ -189,9 +191,13 @@ class RolloutClient:
             return []
         for claim, experiences in answers:
             _check_samples(claim.request, experiences)
-        addresses = await self._write_payloads(answers)
+        # A request that was answered, replaced or withdrawn never comes back: no answer to it
+        # counts, and its payload would take memory until the end of its lease.
+        is_lost = [claim.entry_id in self._lost_ids for claim, _ in answers]
+        sent = [answer for answer, lost in zip(answers, is_lost, strict=True) if not lost]
+        addresses = await self._write_payloads(sent)
         rows: list[object] = []
-        for (claim, experiences), address in zip(answers, addresses, strict=True):
+        for (claim, experiences), address in zip(sent, addresses, strict=True):
             rows += [claim.entry_id, len(experiences)]
             if address is not None:
                 rows += ["r", *map(encode, refer(experiences, address))]
@@ -199,7 +205,8 @@ class RolloutClient:
                 # The prompt travels once for a group: it may be most of an answer.
                 rows += ["e", *map(encode, share_prompts(experiences))]
         # One script acknowledges and adds, so the first of two answers counts (decision 21).
-        counted = [bool(reply) for reply in await self._write("answer", *rows)]
+        replies = iter(await self._write("answer", *rows))
+        counted = [not lost and bool(next(replies)) for lost in is_lost]
         # After the reply: an answer that failed leaves its claim to be answered again.
         self._unanswered_ids.difference_update(claim.entry_id for claim, _ in answers)
         self.discarded += counted.count(False)
@@ -300,25 +307,33 @@ class RolloutClient:
     async def renewing(self, claims: Iterable[Claim]) -> AsyncIterator[list[Claim]]:
         """Renew claims within a block; yield a list of those that are held, which shrinks.
 
-        A newer epoch cancels the block, which then raises StaleEpoch.
+        A newer epoch cancels the block, which then raises StaleEpoch. Within the block, an answer
+        to a claim that is not held any more is discarded without being sent.
         """
         held_claims = list(claims)
+        lost_ids: set[str] = set()
 
         async def renew() -> None:
             while held_claims:
                 # Two renewals may be lost before a claim lapses.
                 await anyio.sleep(self._lease / 3)
-                still = {claim.entry_id for claim in await self.renew(held_claims)}
+                renewed = {claim.entry_id: claim for claim in held_claims}
+                still = {claim.entry_id for claim in await self.renew(renewed.values())}
                 # In place: the caller's block holds this list.
                 held_claims[:] = [claim for claim in held_claims if claim.entry_id in still]
+                lost_ids.update(renewed.keys() - still)
+                self._lost_ids |= lost_ids
 
-        with ungrouped():
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(renew)
-                yield held_claims
-                # Without it the group would wait for the renewals, which end only with the last
-                # claim.
-                tasks.cancel_scope.cancel()
+        try:
+            with ungrouped():
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(renew)
+                    yield held_claims
+                    # Without it the group would wait for the renewals, which end only with the
+                    # last claim.
+                    tasks.cancel_scope.cancel()
+        finally:
+            self._lost_ids -= lost_ids
 
     async def _read(self, wait: Deadline, count: int, block: float) -> list[Claim]:
         try:

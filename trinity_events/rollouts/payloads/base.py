@@ -7,6 +7,8 @@
    after the script that checks its epoch has deleted the entries that name them.
 4. A reader allocates no more bytes than the reference says, which the contract bounds.
 5. A payload may be lost at any time, as the streams may. It is then generated again.
+6. An explorer writes none for a claim that it knows it has lost. It frees none, and ends no lease
+   early: a refusal may follow a reply that was lost, and a dispatcher may not renew within a step.
 """
 
 from __future__ import annotations
