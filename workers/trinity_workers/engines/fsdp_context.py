@@ -63,7 +63,10 @@ class ContextRanks(NamedTuple):
 
     @classmethod
     def of(cls, context: int, device: torch.device) -> Self | None:
-        """Return the groups of so many neighbouring ranks each; None for one. Collective."""
+        """Return the groups of so many neighbouring ranks each; None for one. Collective.
+
+        Each call makes groups, whose threads stay until the default group is destroyed.
+        """
         if context == 1:
             return None
         shape = (dist.get_world_size() // context, context)

@@ -100,7 +100,10 @@ class TensorRanks(NamedTuple):
 
     @classmethod
     def of(cls, tensor: int, device: torch.device) -> Self | None:
-        """Return the mesh of groups of so many ranks each; None for one. Collective."""
+        """Return the mesh of groups of so many ranks each; None for one. Collective.
+
+        Each call makes groups, whose threads stay until the default group is destroyed.
+        """
         if tensor == 1:
             return None
         # It warns of each sum over both dimensions, which takes two steps.
