@@ -62,7 +62,7 @@ MUTANTS = (
     ),
     _mutant(
         "a malformed answer of an earlier epoch is kept",
-        range(30, 200),  # those before find nothing
+        range(90, 200),  # those before find nothing
         (AnswerInspector, "_is_sound", "self._find_content_fault(experience) is None", "True"),
     ),
     _mutant(
@@ -99,7 +99,7 @@ MUTANTS = (
     ),
     _mutant(
         "an ordinal whose payload is gone is forgotten",
-        40,
+        range(5, 40),  # 4 finds it too, after seven seconds in which nothing goes on
         (
             RolloutDispatcher,
             "return_groups",

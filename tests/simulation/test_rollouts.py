@@ -13,7 +13,7 @@ from trinity_events.core.reward_errors import REWARD_FAILED
 from trinity_schemas import decode_envelope
 
 SEEDS = 1000
-PARTS = 10
+PARTS = 20
 BOUNDARIES = {
     **dict.fromkeys(("append", "issue", "look", "xread", "free", "begin"), "trainer"),
     **dict.fromkeys(("load", "payload-free"), "trainer"),
