@@ -417,11 +417,8 @@ class ExperienceReference(ExperienceHeader, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sampled, are_ordered = self.versions[0][1], True
-        # Most samples are of one version, and every sample of a step passes here.
-        if len(self.versions) > 1:
-            sampled = sum(count for _, count in self.versions)
-            are_ordered = all(older < newer for (older, _), (newer, _) in pairwise(self.versions))
+        sampled = sum(count for _, count in self.versions)
+        are_ordered = all(older < newer for (older, _), (newer, _) in pairwise(self.versions))
         # A prompt has at least one token, which no version sampled.
         if sampled >= self.tokens or not are_ordered:
             raise ExperienceContradiction("versions", self.sample, self.samples)

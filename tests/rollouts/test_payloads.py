@@ -296,6 +296,20 @@ async def test_references_are_refused_where_no_rank_reads_them(parts, store):
     assert {reason for *_, reason in await reissued(parts)} == {"malformed"}
 
 
+async def test_an_answer_without_a_sampled_token_is_refused_and_its_explorer_goes_on(parts, store):
+    dispatcher = await parts.dispatcher(payloads=store)
+    await dispatcher.dispatch(1, parts.version)
+    explorer = parts.explorer(payloads=store)
+    [claim] = await explorer.claim(1, seconds=PATIENCE)
+    nothing = Turn(role="policy", tokens=[])
+    samples = samples_of(claim)
+    empty = [replace(sample, turns=[sample.turns[0], nothing]) for sample in samples]
+    assert await explorer.answer(claim, empty)
+    with raises(DeadlineExceeded):
+        await dispatcher.take(1, deadline=0.3)
+    assert {reason for *_, reason in await reissued(parts)} == {"malformed"}
+
+
 async def test_an_explorer_writes_payloads_for_a_trainer_that_reads_them_alone(parts, media):
     store, reader = media
     dispatcher = await parts.dispatcher()
