@@ -93,12 +93,7 @@ def find_fault(
         limits: Limits of the run's model and task.
         sampling: Sampling that was asked for; None for an answer to an unknown request.
     """
-    return (
-        _find_set_fault(experience, limits)
-        or _find_reward_fault(experience, limits)
-        or _find_length_fault(experience, limits, sampling)
-        or _find_turn_fault(experience, limits, sampling)
-    )
+    return _find_sample_fault(experience, limits, sampling, are_numbers_sound=False)
 
 
 def find_group_fault(
@@ -109,7 +104,7 @@ def find_group_fault(
     """Return the first sample of a group that has a fault, and that fault.
 
     Faults are those of :func:`find_fault`; the ids and log-probabilities of all samples are looked
-    at together, which takes a tenth of the time where samples are short.
+    at together, which takes a third of the time where samples are short.
 
     Args:
         group: Samples of one prompt.
@@ -120,16 +115,7 @@ def find_group_fault(
     turns = [*{id(turn): turn for sample in group for turn in sample.turns}.values()]
     are_sound = _are_numbers_sound(turns, limits, sampling)
     for sample in group:
-        fault = (
-            _find_set_fault(sample, limits)
-            or _find_reward_fault(sample, limits)
-            or _find_length_fault(sample, limits, sampling)
-            or (
-                next(filter(None, map(_find_count_fault, sample.turns)), None)
-                if are_sound
-                else _find_turn_fault(sample, limits, sampling)
-            )
-        )
+        fault = _find_sample_fault(sample, limits, sampling, are_numbers_sound=are_sound)
         if fault is not None:
             return sample, fault
     return None
@@ -199,6 +185,26 @@ def find_version_fault(
         if exact is None and published is not None and version not in published:
             return Fault("versions", f"{named}, which the trainer has not published")
     return None
+
+
+def _find_sample_fault(
+    experience: Experience,
+    limits: AnswerLimits,
+    sampling: Sampling | None,
+    *,
+    are_numbers_sound: bool,
+) -> Fault | None:
+    """Return the first fault of a sample, whose ids and log-probabilities may be checked before."""
+    return (
+        _find_set_fault(experience, limits)
+        or _find_reward_fault(experience, limits)
+        or _find_length_fault(experience, limits, sampling)
+        or (
+            next(filter(None, map(_find_count_fault, experience.turns)), None)
+            if are_numbers_sound
+            else _find_turn_fault(experience, limits, sampling)
+        )
+    )
 
 
 def _find_set_fault(experience: ExperienceHeader, limits: AnswerLimits) -> Fault | None:
@@ -278,17 +284,12 @@ def _are_numbers_sound(
     turns: Sequence[Turn], limits: AnswerLimits, sampling: Sampling | None
 ) -> bool:
     """Return False if an id or a log-probability of some turns is at fault."""
-    size, least = limits.vocabulary_size, _least_logprob(sampling)
-    for ids in _join([turn.tokens for turn in turns]):
-        lowest, highest = _find_extremes(ids)
-        if lowest < 0 or (size is not None and highest >= size):
-            return False
-    for logprobs in _join([turn.logprobs for turn in turns]):
-        lowest, highest = _find_extremes(logprobs)
-        # A comparison with NaN is false.
-        if not least <= lowest <= highest <= LOGPROB_TOLERANCE:
-            return False
-    return True
+    size, least = limits.vocabulary_size, _get_least_logprob(sampling)
+    ids = _join([turn.tokens for turn in turns])
+    logprobs = _join([turn.logprobs for turn in turns])
+    return not any(_find_token_fault(buffer, "group", size) for buffer in ids) and not any(
+        _find_logprob_fault(buffer, least) for buffer in logprobs
+    )
 
 
 def _join(arrays: Sequence[TypedArray | list[Any]]) -> list[memoryview]:
@@ -312,7 +313,8 @@ def _join(arrays: Sequence[TypedArray | list[Any]]) -> list[memoryview]:
     return buffers
 
 
-def _least_logprob(sampling: Sampling | None) -> float:
+def _get_least_logprob(sampling: Sampling | None) -> float:
+    """Return the least log-probability of a token that an engine may have sampled."""
     # At temperature 1 a token has up to T times the log-probability that it has at temperature T.
     hottest = max(1.0, sampling.temperature) if sampling is not None else 1.0
     return MIN_LOGPROB * hottest  # of an engine that reports logits before the temperature
@@ -321,9 +323,12 @@ def _least_logprob(sampling: Sampling | None) -> float:
 def _find_turn_fault(
     experience: Experience, limits: AnswerLimits, sampling: Sampling | None
 ) -> Fault | None:
-    least = _least_logprob(sampling)
+    least = _get_least_logprob(sampling)
     for turn in experience.turns:
-        fault = _find_token_fault(turn, limits.vocabulary_size) or _find_count_fault(turn)
+        fault = None
+        if turn.tokens:
+            fault = _find_token_fault(turn.token_view, turn.role, limits.vocabulary_size)
+        fault = fault or _find_count_fault(turn)
         if fault is None and turn.logprobs:
             fault = _find_logprob_fault(turn.logprob_view, least)
         if fault is not None:
@@ -331,19 +336,16 @@ def _find_turn_fault(
     return None
 
 
-def _find_token_fault(turn: Turn, vocabulary_size: int | None) -> Fault | None:
-    if not turn.tokens:
-        return None
+def _find_token_fault(ids: memoryview, role: str, vocabulary_size: int | None) -> Fault | None:
     # Two extremes check all ids without a Python object for each (invariant 5).
-    lowest, highest = _find_extremes(turn.token_view)
+    lowest, highest = _find_extremes(ids)
     if lowest < 0:
-        return Fault("tokens", f"the {turn.role} has the token id {lowest:.0f}, below 0")
+        return Fault("tokens", f"the {role} has the token id {lowest:.0f}, below 0")
     if vocabulary_size is None or highest < vocabulary_size:
         return None
     return Fault(
         "tokens",
-        f"the {turn.role} has the token id {highest:.0f}, and the model's end at "
-        f"{vocabulary_size - 1}",
+        f"the {role} has the token id {highest:.0f}, and the model's end at {vocabulary_size - 1}",
     )
 
 
