@@ -54,6 +54,11 @@ def noticed(tmp_path_factory, policy_folder, cli):
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         return cli(*arguments, env={"TRINITY_HOME": str(home)})
 
+    def read(*arguments: str) -> str:
+        shown = command(*arguments)
+        assert shown.returncode == 0, shown.stderr
+        return shown.stdout
+
     def read_status() -> dict[str, Any]:
         # Before the run is opened there is none to ask for.
         shown = command("status", "warned", "--json")
@@ -70,15 +75,15 @@ def noticed(tmp_path_factory, policy_folder, cli):
             time.sleep(0.2)  # the cores are the run's
         run.send_signal(signal.SIGUSR2)
         output, errors = run.communicate(timeout=PATIENCE)
-    tail = command("tail", "warned", "-n", "100000", "--json").stdout.splitlines()
+    tail = read("tail", "warned", "-n", "100000", "--json").splitlines()
     return SimpleNamespace(
         returncode=run.returncode,
         output=output + errors,
         messages=[msgspec.json.decode(line) for line in messages.read_bytes().splitlines() if line],
         events=[msgspec.json.decode(line) for line in tail],
         state=read_status(),
-        status=command("status", "warned").stdout,
-        command=command,
+        status=read("status", "warned"),
+        read=read,
         resume=lambda *settings: subprocess.run(
             [*train, *settings], cwd=home, env=environment, check=False, **pipes
         ),
@@ -124,5 +129,5 @@ def test_a_notice_saves_the_last_step_and_the_messages_say_so(noticed):
     resumed = noticed.resume(*(word for setting in settings for word in ("--set", setting)))
     assert resumed.returncode == 0, resumed.stderr[-4000:]
     assert f"resumes from the checkpoint of step {step}" in resumed.stderr + resumed.stdout
-    books = msgspec.json.decode(noticed.command("audit", "warned", "--json").stdout)
+    books = msgspec.json.decode(noticed.read("audit", "warned", "--json"))
     assert books["balanced"]

@@ -21,7 +21,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "own_task"
 
 @pytest.fixture
 def run(folder, own_home, cli, monkeypatch):
-    """Trains as a configuration in a folder of the user's files says, from another one."""
+    """Return a function that trains as a file among the user's says, from another folder."""
     monkeypatch.chdir(own_home)
     environment = {"TRINITY_HOME": str(own_home), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
@@ -137,7 +137,9 @@ def test_a_reward_that_fails_ends_the_run_with_its_sentence_traceback_and_answer
     evidence = "\n".join(lines[shown:])
     for line in ("    ZeroDivisionError: division by zero", "  prompt:", "  response:"):
         assert line in evidence
-    explained = cli("explain", "failing", env={"TRINITY_HOME": str(own_home)}).stdout
+    shown = cli("explain", "failing", env={"TRINITY_HOME": str(own_home)})
+    assert shown.returncode == 0, shown.stderr
+    explained = shown.stdout
     assert "A reward failed: explorer-" in explained
     for line in ("    ZeroDivisionError: division by zero", "  prompt:", "  response:"):
         assert line in explained

@@ -101,7 +101,7 @@ class Stage:
             self.client = self._exits.enter_context(self.server.client())
             yield self
 
-    def open_on(self, url: str, strategy: Any = "unrestricted") -> None:
+    def open_on(self, url: str, strategy: str = "unrestricted") -> None:
         """Open the run on a server, by a process of the parts' host.
 
         A host's identity names the temporary folder, which is the stage's own. Dead parts that
