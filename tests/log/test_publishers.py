@@ -3,7 +3,9 @@
 The numbers are those of the invariants in `trinity_events/log/publishing/publisher.py`.
 """
 
+import multiprocessing
 import os
+import random
 import re
 import subprocess
 import sys
@@ -21,7 +23,13 @@ from redis.retry import Retry
 from tests.support.errors import assert_attributes, raises
 from tests.support.event_histories import committed
 from tests.support.waits import PATIENCE, wait_until
-from trinity_events.errors import BufferFull, EventsMissing, PermissionDenied, PublishError
+from trinity_events.errors import (
+    BufferFull,
+    EventsMissing,
+    PermissionDenied,
+    PublishError,
+    ServerUnreachable,
+)
 from trinity_events.log import (
     AsyncPublisher,
     Publisher,
@@ -32,7 +40,9 @@ from trinity_events.log import (
 )
 from trinity_events.log.publishing.publisher import CLOSED, EXITING, Outbox
 from trinity_events.log.retry import CONNECTION_ERRORS, SLOW, backoff_delays, is_transient
-from trinity_events.server import EmbeddedServer
+from trinity_events.server import EmbeddedServer, connect, open_client
+from trinity_events.server.clients import async_plain_client, plain_client
+from trinity_events.server.url import parse
 from trinity_schemas import ContractError, decode_envelope, heartbeat_key
 
 pytestmark = pytest.mark.server
@@ -145,6 +155,38 @@ def test_pauses_spread_over_a_span_that_grows_to_its_bound():
         assert 0 <= min(drawn) < span / 4
         assert span * 3 / 4 < max(drawn) <= span
     assert max(islice(backoff_delays(0.01), 100)) <= 0.01
+
+
+async def test_an_outage_draws_nothing_from_the_generator_of_the_users_code(tmp_path):
+    absent = f"unix://{tmp_path}/absent"
+    state = random.getstate()
+    with raises(ServerUnreachable):
+        open_client(absent, patience=0.1)
+    with raises(ServerUnreachable):
+        async with connect(absent, patience=0.1):
+            pass
+    with plain_client(parse(absent)) as client, pytest.raises(redis.ConnectionError):
+        client.ping()
+    async with async_plain_client(parse(absent), retry=True) as client:
+        with pytest.raises(redis.ConnectionError):
+            await client.ping()
+    assert random.getstate() == state
+
+
+@pytest.mark.processes
+def test_processes_that_are_forked_do_not_retry_at_the_same_moments():
+    def draw(pipe):
+        pipe.send(list(islice(backoff_delays(0.4), 8)))
+
+    context = multiprocessing.get_context("fork")
+    delays = []
+    for _ in range(2):
+        reader, writer = context.Pipe(duplex=False)
+        child = context.Process(target=draw, args=(writer,))
+        child.start()
+        delays.append(reader.recv())
+        child.join(PATIENCE)
+    assert delays[0] != delays[1]
 
 
 # The queue

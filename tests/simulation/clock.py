@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+
+from trinity_events.log.retry import JITTER
 
 T = TypeVar("T")
 
@@ -64,13 +65,13 @@ class _Clock:
 def run(main: Callable[[], Awaitable[T]], seed: int) -> T:
     """Run to the end on virtual time; chance, too, is the seed's."""
     loop = VirtualLoop()
-    state = random.getstate()
-    random.seed(seed)
+    state = JITTER.getstate()
+    JITTER.seed(seed)
     try:
         with _time_of(loop), _quiet():
             return loop.run_until_complete(main())
     finally:
-        random.setstate(state)
+        JITTER.setstate(state)
         for task in asyncio.all_tasks(loop):
             task.cancel()
         loop.run_until_complete(asyncio.sleep(0))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import random
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from random import Random
 from typing import TypeVar
 
 import anyio.from_thread
@@ -19,6 +20,15 @@ T = TypeVar("T")
 _SHORTEST = 0.05
 _LONGEST = 1.0
 """Maximum seconds between two attempts of :func:`retry_for`."""
+
+JITTER = Random()  # noqa: S311 - of delays
+"""Source of all random delays.
+
+The global generator of ``random`` belongs to the user's code: an outage would otherwise change
+what a training program with a seed draws, and the threads of this package would race with it.
+"""
+# Ranks that were forked from one process would otherwise all retry at the same moments.
+os.register_at_fork(after_in_child=JITTER.seed)
 
 SLOW = "it is slow"
 """Reason of a wait for a server that has not failed."""
@@ -66,7 +76,7 @@ def backoff_delays(most: float) -> Iterator[float]:
     while True:
         # Full jitter: each delay is drawn from the whole span (AWS Architecture Blog, "Exponential
         # Backoff And Jitter").
-        yield random.uniform(0, span)  # noqa: S311
+        yield JITTER.uniform(0, span)
         span = min(2 * span, most)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import redis.asyncio
 import redis.asyncio.cluster
 import redis.cluster
 from redis.asyncio.retry import Retry as AsyncRetry
-from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.backoff import AbstractBackoff, NoBackoff
 from redis.retry import Retry
 
 from ..errors import InvalidUrl
+from ..log.retry import JITTER
 from .url import ServerUrl, redacted
 
 SOCKET_DEADLINE = 10.0
@@ -27,6 +29,19 @@ _CONNECTIONS = 10_000  # a reducer waits on one connection for each run
 _MOVED: dict[str, Any] = {"retry_on_error": [redis.ReadOnlyError]}
 """Settings that retry after the error of a server that became a replica. The next connection may
 reach the new primary, if its address moved. Clients of a cluster find the primary themselves."""
+
+
+@dataclass(frozen=True)
+class _Backoff(AbstractBackoff):
+    """Delays with full jitter, which redis-py's classes draw from the global generator."""
+
+    # With six attempts about two seconds in all; longer outages are for the callers' deadlines.
+    base: float = 0.02
+    longest: float = 1.0
+
+    def compute(self, failures: int) -> float:
+        """Return the seconds to wait before the next attempt."""
+        return JITTER.uniform(0, min(self.base * 2**failures, self.longest))
 
 
 class _Cluster(redis.cluster.RedisCluster):
@@ -49,14 +64,9 @@ def _settings() -> dict[str, Any]:
     }
 
 
-def _backoff() -> ExponentialWithJitterBackoff:
-    # With six attempts about two seconds in all; longer outages are for the callers' deadlines.
-    return ExponentialWithJitterBackoff(base=0.02, cap=1.0)
-
-
 def plain_client(url: ServerUrl, *, retry: bool = True) -> redis.Redis:
     """Return a synchronous client of one server."""
-    again = Retry(_backoff(), _RETRIES if retry else 0)
+    again = Retry(_Backoff(), _RETRIES if retry else 0)
     return redis.Redis.from_url(url.url, retry=again, **_settings(), **_MOVED)
 
 
@@ -67,7 +77,7 @@ def cluster_client(url: ServerUrl) -> redis.Redis:
     node: Any = redis.cluster.ClusterNode
     nodes = [node(*address) for address in url.more]
     client: Any = _Cluster.from_url(
-        url.url, startup_nodes=nodes, retry=Retry(_backoff(), _RETRIES), **_settings()
+        url.url, startup_nodes=nodes, retry=Retry(_Backoff(), _RETRIES), **_settings()
     )
     return client  # type: ignore[no-any-return] # it has the methods that callers use
 
@@ -106,7 +116,7 @@ async def close_async(client: redis.asyncio.Redis) -> None:
 
 
 def _async_retry(retry: bool) -> AsyncRetry:
-    return AsyncRetry(_backoff(), _RETRIES if retry else 0)
+    return AsyncRetry(_Backoff(), _RETRIES if retry else 0)
 
 
 def _check(url: ServerUrl) -> None:
