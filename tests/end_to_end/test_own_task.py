@@ -20,13 +20,14 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "own_task"
 
 
 @pytest.fixture
-def run(folder, own_home, cli, monkeypatch):
+def run(folder, own_home, cli, run_id, monkeypatch):
     """Return a function that trains as a file among the user's says, from another folder."""
     monkeypatch.chdir(own_home)
     environment = {"TRINITY_HOME": str(own_home), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
     def train(settings: dict) -> subprocess.CompletedProcess[str]:
-        file = folder / "own.yaml"
+        # The run has the file's name. A run of that name that lives on this host would refuse it.
+        file = folder / f"{run_id}.yaml"
         file.write_text(msgspec.json.encode(settings).decode())  # JSON is YAML
         return cli("train", str(file), "--json", timeout=500, env=environment)
 
@@ -121,11 +122,10 @@ def test_a_users_model_questions_reward_tools_and_engine_are_part_of_a_run(folde
 
 
 def test_a_reward_that_fails_ends_the_run_with_its_sentence_traceback_and_answer(
-    folder, cli, own_home, run
+    folder, cli, own_home, run_id, run
 ):
     (folder / "reward.py").write_text("def reward(question, answer):\n    return 1 / 0\n")
-    evaluated_nothing = {"evaluation": {"sets": {}}, "name": "failing"}
-    done = run(settings() | {"trainer": {"ranks": 1}} | evaluated_nothing)
+    done = run(settings() | {"trainer": {"ranks": 1}, "evaluation": {"sets": {}}})
     assert done.returncode != 0
     lines = done.stderr.splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
@@ -137,7 +137,7 @@ def test_a_reward_that_fails_ends_the_run_with_its_sentence_traceback_and_answer
     evidence = "\n".join(lines[shown:])
     for line in ("    ZeroDivisionError: division by zero", "  prompt:", "  response:"):
         assert line in evidence
-    shown = cli("explain", "failing", env={"TRINITY_HOME": str(own_home)})
+    shown = cli("explain", run_id, env={"TRINITY_HOME": str(own_home)})
     assert shown.returncode == 0, shown.stderr
     explained = shown.stdout
     assert "A reward failed: explorer-" in explained
@@ -175,9 +175,9 @@ def test_a_reward_that_fails_ends_the_run_with_its_sentence_traceback_and_answer
         ),
     ],
 )
-def test_a_mistake_is_told_before_the_run_is_opened(own_home, run, task, message):
+def test_a_mistake_is_told_before_the_run_is_opened(own_home, run_id, run, task, message):
     done = run(settings(**task))
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1].startswith("error: ")
     assert message in done.stderr.splitlines()[-1]
-    assert not list(own_home.glob("checkpoints/own/*"))
+    assert not list(own_home.glob(f"checkpoints/{run_id}/*"))
