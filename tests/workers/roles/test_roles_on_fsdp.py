@@ -63,7 +63,7 @@ def config(policy_folder, tmp_path_factory):
     return msgspec.structs.replace(placed, model_folder=policy_folder)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def roles(config):
     """An actor with its reference, and a critic, in one process group of this process."""
     actor, critic = ActorRolloutRefWorker(config, 0), CriticWorker(config, 0)
