@@ -39,6 +39,8 @@ class Killed(NamedTuple):
     file: Path
     folder: Path
     pid: int
+    with_torch: set[str]
+    """Trainer and rank, if they had loaded torch by the first checkpoint."""
     status: int
     summary: dict[str, Any]
     stderr: str
@@ -61,6 +63,11 @@ def checkpoints(redis_url: str, run_id: str) -> list[StepReady]:
     return [
         event for event in events if isinstance(event, StepReady) and event.kind == "checkpoint"
     ]
+
+
+def has_torch(pid: int) -> bool:
+    """Return True if a process has loaded torch, or begins to."""
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +95,9 @@ def killed(tmp_path_factory, policy_folder, redis_url, cli):
             page.wait_for("document.querySelector('.pill.ok')")
             seen = {"live": page.text(".pill") + page.text("main")}
         shown = json.loads(cli("status", run_id, "--json").stdout)
-        pid = shown["processes"]["actor-1"]["pid"]
+        pids = {name: shown["processes"][name]["pid"] for name in ("trainer-0", "actor-1")}
+        with_torch = {name for name, pid in pids.items() if has_torch(pid)}
+        pid = pids["actor-1"]
         os.kill(pid, signal.SIGKILL)
         status, out, stderr = run.ended()
         if page is not None and seen is not None:
@@ -101,7 +110,8 @@ def killed(tmp_path_factory, policy_folder, redis_url, cli):
     [line] = out.splitlines()
     events = stream_of(redis_url, RunKeys.of(run_id).events)
     [closing] = [entry for entry, envelope in events if isinstance(envelope.event, RunClosed)]
-    return Killed(run_id, file, folder, pid, status, json.loads(line), stderr, closing, seen)
+    summary = json.loads(line)
+    return Killed(*(run_id, file, folder, pid, with_torch, status, summary, stderr, closing, seen))
 
 
 def test_a_rank_that_was_killed_by_the_id_that_status_lists_is_in_the_object_of_the_run(killed):
@@ -117,6 +127,10 @@ def test_a_rank_that_was_killed_by_the_id_that_status_lists_is_in_the_object_of_
     assert newest["folder"] == str(killed.folder / killed.run_id / f"global_step_{newest['step']}")
     assert Path(newest["folder"]).is_dir()
     assert killed.summary["log"]["steps"] >= newest["step"]
+
+
+def test_the_ranks_compute_with_torch_and_the_trainer_runs_without_it(killed):
+    assert killed.with_torch == {"actor-1"}
 
 
 def test_status_and_explain_name_the_killed_rank_and_blame_no_explorer(killed, cli):

@@ -19,7 +19,7 @@ from trinity_events.coordinator import staged_path
 from trinity_schemas import SaveFailed, VersionPartPublished, decode_envelope
 from trinity_workers.engines.state_files import read_state
 from trinity_workers.helpers import ShardsRefused
-from trinity_workers.runtime.collectives import PeerFailed
+from trinity_workers.runtime.collective_errors import PeerFailed
 
 pytestmark = pytest.mark.timeout(420)  # its own deadlines are shorter, and say what is missing
 

@@ -27,6 +27,7 @@ from .publishing.status_leases import (
     renewing_explorer_lease,
     renewing_trainer_lease,
 )
+from .publishing.version_commits import commit_version
 from .redis.event_log import RedisEventLog
 from .redis.run_index import list_runs, require_run, watch_runs
 from .redis.sync_log import SyncEventLog
@@ -58,6 +59,7 @@ __all__ = [
     "Stream",
     "SyncEventLog",
     "before",
+    "commit_version",
     "list_runs",
     "new_producer",
     "open_run",

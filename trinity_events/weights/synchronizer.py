@@ -20,7 +20,6 @@ from trinity_schemas import (
     Producer,
     PublicationStarted,
     RewardErrorReported,
-    StepCommitted,
     StepReady,
     StepRef,
     SyncRequested,
@@ -33,8 +32,7 @@ from ..client import blocking
 from ..coordinator import LEASE
 from ..diagnostics.waits import WaitReporter
 from ..errors import CorruptVersion, ProofTooWeak, VersionUnavailable
-from ..log import DEADLINE, STATUS_LEASE, renewing_explorer_lease
-from ..log.publishing.metric_values import check_metrics, split_metrics
+from ..log import DEADLINE, STATUS_LEASE, commit_version, renewing_explorer_lease
 from .applying.verify_model import ALL_COMPARED, InstallChecks
 from .compatibility import unwrapped_names
 from .pauses import Pause, publish_pause
@@ -286,12 +284,7 @@ class Synchronizer:
         Raises:
             MetricRefused: A metric is no number. The version is committed, without it.
         """
-        numbers, refused = split_metrics(metrics)
-        self._session.events.publish(
-            StepCommitted(step=global_step, kind="weights", metrics=numbers)
-        )
-        # Last: a metric that is no number must not cost the version its commit.
-        check_metrics(global_step, refused)
+        commit_version(self._session.events, global_step, metrics)
 
     # --- pulling ---------------------------------------------------------------------------
 

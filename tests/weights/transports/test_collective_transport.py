@@ -63,7 +63,7 @@ from trinity_workers.explorer.run_follower import followed_run
 from trinity_workers.explorer.versions import VersionFollower
 from trinity_workers.learning.policy import load_policy
 from trinity_workers.rollout_engines import EngineOptions, load_engine
-from trinity_workers.runtime.collectives import CollectiveBroken, PeerFailed
+from trinity_workers.runtime.collective_errors import CollectiveBroken, PeerFailed
 from trinity_workers.trainer.rollouts.explorer_requests import ExplorerRequests
 
 EXPLORERS = 2

@@ -42,7 +42,7 @@ from trinity_workers.learning.finite import NonFiniteWeights, check_finite  # no
 from trinity_workers.learning.lora_settings import LoraConfig  # noqa: E402
 from trinity_workers.learning.policy import load_policy  # noqa: E402
 from trinity_workers.learning.values import load_critic  # noqa: E402
-from trinity_workers.runtime.collectives import PeerFailed  # noqa: E402
+from trinity_workers.runtime.collective_errors import PeerFailed  # noqa: E402
 
 CPU = torch.device("cpu")
 FLOATS = [

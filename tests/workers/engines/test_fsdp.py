@@ -83,7 +83,7 @@ from trinity_workers.helpers import (  # noqa: E402
 from trinity_workers.helpers.fsdp import ShardsRefused, fsdp_shards  # noqa: E402
 from trinity_workers.helpers.full_tensors import full_tensors  # noqa: E402
 from trinity_workers.learning.policy import load_policy  # noqa: E402
-from trinity_workers.runtime.collectives import PeerFailed  # noqa: E402
+from trinity_workers.runtime.collective_errors import PeerFailed  # noqa: E402
 from trinity_workers.trainer.workers.fsdp import TrainWorker  # noqa: E402
 from trinity_workers.trainer.workers.rank import compute_device  # noqa: E402
 

@@ -27,7 +27,8 @@ from trinity_workers.engines.learning_rate import LearningRate
 from trinity_workers.helpers import fsdp_upload_state_dict, strategy_for
 from trinity_workers.learning.logprobs import response_logprobs
 from trinity_workers.learning.policy import load_policy
-from trinity_workers.runtime.collectives import PeerFailed, raise_together
+from trinity_workers.runtime.collective_errors import PeerFailed
+from trinity_workers.runtime.collectives import raise_together
 
 pytestmark = [pytest.mark.processes, needs_gpu]
 

@@ -27,7 +27,7 @@ from trinity_workers.engines.fsdp_tensor import TensorRanks  # noqa: E402
 from trinity_workers.engines.learning_rate import LearningRate  # noqa: E402
 from trinity_workers.engines.reshard import ReshardRefused, tensors_of_shards  # noqa: E402
 from trinity_workers.learning.values import load_critic  # noqa: E402
-from trinity_workers.runtime.collectives import PeerFailed  # noqa: E402
+from trinity_workers.runtime.collective_errors import PeerFailed  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
 CPU = torch.device("cpu")

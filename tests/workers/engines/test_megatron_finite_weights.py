@@ -16,7 +16,7 @@ from tests.support.poisoned_folders import POISONED, poisoned_copy  # noqa: E402
 from tests.support.rank_processes import Rank  # noqa: E402
 from trinity_workers.engines.megatron import ParallelLayout, checkpoint  # noqa: E402
 from trinity_workers.learning.finite import NonFiniteWeights  # noqa: E402
-from trinity_workers.runtime.collectives import PeerFailed  # noqa: E402
+from trinity_workers.runtime.collective_errors import PeerFailed  # noqa: E402
 
 pytestmark = pytest.mark.megatron
 

@@ -32,7 +32,7 @@ from trinity_workers.engines.offload import Offload  # noqa: E402
 from trinity_workers.rollout_engines.base import GenerationRequest, NotServing  # noqa: E402
 from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine  # noqa: E402
 from trinity_workers.rollout_engines.megatron import MegatronRolloutEngine  # noqa: E402
-from trinity_workers.runtime.collectives import CollectiveBroken, PeerFailed  # noqa: E402
+from trinity_workers.runtime.collective_errors import CollectiveBroken, PeerFailed  # noqa: E402
 
 pytestmark = pytest.mark.megatron
 

@@ -32,11 +32,11 @@ from trinity_workers.engines.model_folder import (  # noqa: E402
     FolderReader,
     WeightsWriter,
     copy_files,
-    has_weights,
     write_model_folder,
 )
 from trinity_workers.helpers.full_tensors import full_tensors  # noqa: E402
 from trinity_workers.learning.values import load_critic  # noqa: E402
+from trinity_workers.storage.sealed_folders import has_weights  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
 

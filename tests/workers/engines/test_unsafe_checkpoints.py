@@ -40,7 +40,7 @@ from trinity_workers.engines.megatron import (  # noqa: E402
 )
 from trinity_workers.engines.megatron.checkpoint_errors import ForeignCheckpoint  # noqa: E402
 from trinity_workers.engines.megatron.checkpoint_reader import read_metadata  # noqa: E402
-from trinity_workers.runtime.collectives import PeerFailed  # noqa: E402
+from trinity_workers.runtime.collective_errors import PeerFailed  # noqa: E402
 
 TRAINED = OptimizerOptions(learning_rate=3e-3)
 TENSOR = ParallelLayout(tensor=2)

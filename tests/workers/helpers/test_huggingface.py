@@ -27,7 +27,7 @@ from trinity_events.log import Publisher, SyncEventLog, new_producer  # noqa: E4
 from trinity_schemas import SaveFailed, SaveFinished  # noqa: E402
 from trinity_workers.helpers import save_huggingface  # noqa: E402
 from trinity_workers.helpers.huggingface import QueueLimits, TensorQueue  # noqa: E402
-from trinity_workers.runtime.collectives import CollectiveBroken  # noqa: E402
+from trinity_workers.runtime.collective_errors import CollectiveBroken  # noqa: E402
 
 STEP = 3
 logger = logging.getLogger(__name__)

@@ -51,7 +51,7 @@ from trinity_workers.helpers import (  # noqa: E402
     megatron_sync_weight_nccl,
     megatron_upload_state_dict,
 )
-from trinity_workers.runtime.collectives import CollectiveBroken, PeerFailed  # noqa: E402
+from trinity_workers.runtime.collective_errors import CollectiveBroken, PeerFailed  # noqa: E402
 
 pytestmark = pytest.mark.megatron
 

@@ -35,7 +35,7 @@ from trinity_workers.rollout_engines.base import (  # noqa: E402
     AdaptersNotSupported,
     GenerationRequest,
 )
-from trinity_workers.runtime.collectives import PeerFailed  # noqa: E402
+from trinity_workers.runtime.collective_errors import PeerFailed  # noqa: E402
 from trinity_workers.trainer.models.fsdp import make_step  # noqa: E402
 from trinity_workers.trainer.workers.rollouts import rank_rollouts  # noqa: E402
 from trinity_workers.worker_group.dispatch import Dispatch  # noqa: E402

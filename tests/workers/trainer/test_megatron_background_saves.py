@@ -34,7 +34,7 @@ from trinity_schemas import (  # noqa: E402
     decode_envelope,
 )
 from trinity_workers.config.train_config import RunConfig  # noqa: E402
-from trinity_workers.runtime.collectives import CollectiveBroken  # noqa: E402
+from trinity_workers.runtime.collective_errors import CollectiveBroken  # noqa: E402
 from trinity_workers.trainer.workers.megatron import MegatronTrainWorker  # noqa: E402
 
 pytestmark = pytest.mark.megatron

@@ -28,7 +28,7 @@ from trinity_events.server import open_client
 from trinity_events.system.shared_memory import available
 from trinity_events.weights.tensors import as_bytes
 from trinity_schemas import StepRef, WeightsApplied
-from trinity_workers.runtime.collectives import CollectiveBroken
+from trinity_workers.runtime.collective_errors import CollectiveBroken
 from trinity_workers.verl import waiting
 from trinity_workers.verl.receiver import WeightReceiver
 from trinity_workers.verl.sender import WeightSender

@@ -18,7 +18,7 @@ from tests.support.batches import make_batch  # noqa: E402
 from tests.support.tensors import assert_equal, identical  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events.errors import DeadlineExceeded, TrinityError  # noqa: E402
-from trinity_workers.runtime.collectives import CollectiveBroken  # noqa: E402
+from trinity_workers.runtime.collective_errors import CollectiveBroken  # noqa: E402
 from trinity_workers.worker_group.dispatch import Dispatch  # noqa: E402
 from trinity_workers.worker_group.group import (  # noqa: E402
     UnknownMethod,
@@ -84,9 +84,9 @@ def _ray():
 def made(_ray):
     groups = []
 
-    def make(**options):
+    def make(kind=Stages, **options):
         actor = ray.remote(Stages).options(num_cpus=0)
-        groups.append(WorkerGroup(Stages, [actor.remote(rank) for rank in range(2)], **options))
+        groups.append(WorkerGroup(kind, [actor.remote(rank) for rank in range(2)], **options))
         return groups[-1]
 
     yield make
@@ -95,7 +95,11 @@ def made(_ray):
 
 
 async def test_a_group_deals_out_and_collects_and_tells_deaths_and_silence(made):
-    group = made(name="stage", format_death=lambda method: f"died in {method} at step 3")
+    # Of the base alone, as in the trainer's process: the workers report what they have.
+    group = made(Worker, name="stage", format_death=lambda method: f"died in {method} at step 3")
+    with raises(UnknownMethod, kind="Worker", method="compute"):
+        await group.call("compute")
+    await group.load_methods()
     batch = make_batch([1, 2, 3])
     result = await group.call("compute", batch, factor=2)
     assert result.pop("stage") == 1, "the last stage answers"

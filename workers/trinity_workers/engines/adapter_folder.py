@@ -15,8 +15,8 @@ from trinity_events.errors import TrinityError
 from trinity_events.weights.tensors import Digesting
 
 from ..storage.durable_files import write_json
+from ..storage.sealed_folders import begin_folder, seal
 from .convertible import ADAPTER_CONFIG
-from .model_folder import begin_folder, seal
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE_MODEL = "base_model.json"

@@ -13,16 +13,14 @@ from typing import Any, BinaryIO
 
 import torch
 
-from trinity_events.checkpoints.digest_list import list_digests
 from trinity_events.checkpoints.layout import COMPLETING, FILE_DIGESTS
 from trinity_events.errors import IncompatibleWeights
-from trinity_events.system.open_folder import OpenFolder
 from trinity_events.weights.errors import AbsentTensor, UnsupportedWeights
 from trinity_events.weights.reading.model_folder import FILE_DTYPES
 from trinity_events.weights.tensors import DTYPES, as_bytes
 
-from ..storage.durable_files import make_folder, sync, sync_tree
 from ..storage.huggingface_files import set_dtype
+from ..storage.sealed_folders import begin_folder, seal
 
 SHARD_BYTES = 512 << 20
 """Maximum bytes of a file's tensors, unless one tensor is larger."""
@@ -120,33 +118,6 @@ def copy_files(source: Path, target: Path) -> None:
         "*.safetensors", "*.bin", "*.pth", INDEX, FILE_DIGESTS, COMPLETING
     )
     shutil.copytree(source, target, ignore=left_out, dirs_exist_ok=True)
-
-
-def begin_folder(folder: Path) -> None:
-    """Mark a folder as one whose files change, until :func:`seal`.
-
-    It may be in a checkpoint that has a manifest: a run that resumes with weights in files
-    completes the model of its checkpoint.
-    """
-    make_folder(folder)
-    # The mark before the list goes: at each moment one of both says that files may change.
-    (folder / COMPLETING).touch()
-    sync(folder)
-    (folder / FILE_DIGESTS).unlink(missing_ok=True)
-
-
-def seal(folder: Path) -> None:
-    """Make a folder durable, and then write the list of its files' digests."""
-    # The files before their list: a list that survives a crash must not name lost bytes.
-    sync_tree(folder)
-    with OpenFolder.at(folder) as opened:
-        opened.write(FILE_DIGESTS, list_digests(folder))
-    (folder / COMPLETING).unlink(missing_ok=True)
-
-
-def has_weights(folder: Path) -> bool:
-    """Return True if the folder was written to its end by :func:`write_model_folder`."""
-    return (folder / FILE_DIGESTS).is_file()
 
 
 class WeightsWriter:

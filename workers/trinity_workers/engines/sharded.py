@@ -17,11 +17,12 @@ from ..learning.finite import check_finite, nested_tensors
 from ..runtime.collectives import together
 from ..storage.durable_files import make_folder, sync_tree, write_json
 from ..storage.huggingface_files import UserFiles, write_config, write_user_files
+from ..storage.sealed_folders import has_weights
 from .adamw import AdamWOptions, apply_adamw_options
 from .base import CheckpointedEngine, trained_module
 from .buffers import all_buffer_names
 from .learning_rate import LearningRate, apply_learning_rate
-from .model_folder import FolderReader, has_weights
+from .model_folder import FolderReader
 from .reshard import (
     has_layout,
     model_from_folder,

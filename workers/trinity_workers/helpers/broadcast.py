@@ -10,7 +10,8 @@ import torch.distributed as dist
 from trinity_events.weights import ModelUpdateGroup
 
 from ..engines.base import NamedTensors
-from ..runtime.collectives import CollectiveBroken, raise_together, rank_and_world
+from ..runtime.collective_errors import CollectiveBroken
+from ..runtime.collectives import raise_together, rank_and_world
 from .publishing import NamedTensorSink, drain
 
 UpdateGroup: TypeAlias = ModelUpdateGroup | dist.ProcessGroup

@@ -24,7 +24,8 @@ from ..engines.base import NamedTensors, TrainEngine, trained_module
 from ..engines.model_folder import write_model_folder
 from ..engines.sharded import saved_part, write_model_description
 from ..learning.finite import finite_tensors
-from ..runtime.collectives import CollectiveBroken, raise_together, rank_and_world
+from ..runtime.collective_errors import CollectiveBroken
+from ..runtime.collectives import raise_together, rank_and_world
 from .full_tensors import full_tensors
 from .publishing import buffer_names, drain
 

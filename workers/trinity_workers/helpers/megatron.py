@@ -22,13 +22,8 @@ from trinity_events.weights import Synchronizer
 from trinity_schemas import Probes
 
 from ..engines.base import LocalShard, TrainEngine, per_tensor_params, resident
-from ..runtime.collectives import (
-    CollectiveBroken,
-    PeerFailed,
-    gather_bytes,
-    raise_together,
-    together,
-)
+from ..runtime.collective_errors import CollectiveBroken, PeerFailed
+from ..runtime.collectives import gather_bytes, raise_together, together
 from ..storage.durable_files import sync_tree
 from .broadcast import UpdateGroup, broadcast_stream
 from .publishing import FULL, ModelWeights, PublishStrategy

@@ -22,13 +22,8 @@ from ..config.sections.sync import PublishedForm
 from ..engines.base import LocalShard, NamedTensors
 from ..engines.buffers import saved_buffers
 from ..learning.finite import check_finite
-from ..runtime.collectives import (
-    CollectiveBroken,
-    PeerFailed,
-    raise_together,
-    rank_and_world,
-    together,
-)
+from ..runtime.collective_errors import CollectiveBroken, PeerFailed
+from ..runtime.collectives import raise_together, rank_and_world, together
 
 PUBLISHED = "the weights to be published"
 """Name of a version's weights in errors; the event of the failure names the step."""

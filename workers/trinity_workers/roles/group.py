@@ -21,7 +21,7 @@ from ..config.train_config import RunConfig
 from ..learning.policy import load_tokenizer
 from ..rollout_engines.base import Generation, GenerationRequest
 from ..worker_group.group import WorkerGroup
-from ..worker_group.rows import is_data_proto
+from ..worker_group.value_kinds import is_data_proto
 
 # Methods whose rows need a `uid`: in a pass, each row may be a group by itself.
 _UPDATES = frozenset({"update_actor", "update_critic"})

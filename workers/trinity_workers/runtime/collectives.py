@@ -4,61 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 
-from trinity_events.errors import TrinityError
+from .collective_errors import CollectiveBroken, PeerFailed
 
 _MESSAGE_BYTES = 512
-
-
-class PeerFailed(TrinityError):
-    """Another rank failed in a collective operation.
-
-    Attributes:
-        rank: Lowest rank that failed.
-        reason: Class and text of its error.
-    """
-
-    rank: int
-    reason: str
-    text = "rank {rank} failed: {reason}"
-
-
-class CollectiveBroken(TrinityError):
-    """A collective failed because a rank died or was too slow.
-
-    Attributes:
-        fault: Work of the ranks that failed.
-        reason: Error of the process group.
-        step: Step of the weights or of the save, if it is one of a step.
-        culprit: Rank that died or was too slow, if known.
-    """
-
-    fault: Literal["agree", "gather", "broadcast", "save", "reshard"]
-    reason: str
-    step: int | None = None
-    culprit: int | None = None
-    texts: ClassVar = {
-        "agree": "the ranks could not agree, because {_culprit} died or was too slow: {reason}",
-        "gather": "the weights{_step} could not be gathered, because {_culprit} died or was too "
-        "slow: {reason}",
-        "broadcast": "the weights{_step} could not be broadcast, because a rank that receives them "
-        "died or was too slow: {reason}",
-        "save": "step {step} could not be saved, because {_culprit} died or was too slow: {reason}",
-        "reshard": "the weights{_step} could not be resharded, because {_culprit} died or was too "
-        "slow: {reason}",
-    }
-
-    @property
-    def _step(self) -> str:
-        return "" if self.step is None else f" of step {self.step}"
-
-    @property
-    def _culprit(self) -> str:
-        return "a rank" if self.culprit is None else f"rank {self.culprit}"
 
 
 def rank_and_world(group: dist.ProcessGroup | None = None) -> tuple[int, int]:

@@ -18,7 +18,7 @@ def get_trainer_wrapper(config: RunConfig) -> TrainEngineWrapper:
         from .rank_actors import RankActor, start_rank_actors
 
         ranks = start_rank_actors(RankActor, config)
-        # Loads torch, which takes seconds: the ranks load theirs at the same time.
+        # Only now: the ranks load their libraries, torch among them, at the same time.
         from .ray_backend import RayTrainBackend
 
         return RayTrainBackend(config, ranks)

@@ -10,20 +10,21 @@ from typing import Any, NamedTuple
 
 from anyio import to_thread
 
-from trinity_events import CheckpointCoordinator, Synchronizer
+from trinity_events import CheckpointCoordinator
 from trinity_events.checkpoints.layout import MODEL_FOLDER, TRAINER_STATE
 from trinity_events.coordinator import staged_path
 from trinity_events.core.file_versions import WEIGHTS_SAVE
 from trinity_events.errors import GroupBroken
-from trinity_events.log import Publisher, SyncEventLog, new_producer
+from trinity_events.log import Publisher, SyncEventLog, commit_version, new_producer
 from trinity_events.rollouts.payloads import PayloadFault, PayloadsUnusable
 from trinity_events.server import open_client
 from trinity_schemas import ExperienceReference
 
 from ..config.train_config import RunConfig
-from ..engines.model_folder import has_weights
 from ..rollout_engines.base import Generation, GenerationRequest
+from ..storage.sealed_folders import has_weights
 from ..worker_group.group import WorkerGroup
+from ..worker_group.worker import Worker
 from .backend import (
     NoWeightSyncGroup,
     TrainEngineWrapper,
@@ -31,7 +32,6 @@ from .backend import (
     WeightSyncAddress,
     group_by_prompt,
 )
-from .rank_actors import worker_class
 from .state import TrainerState, write_trainer_state
 from .workers import ROLE
 
@@ -77,23 +77,14 @@ class RayTrainBackend(TrainEngineWrapper):
         self._coordinator = CheckpointCoordinator(
             self._publisher, config.checkpoint_folder, strategy=config.checkpoints.strategy
         )
-        self._synchronizer = Synchronizer(
-            config.run_id,
-            config.epoch,
-            redis_url=config.redis_url,
-            weights_url=config.weights_url,
-            transport=config.chunk_transport,
-            deadline=deadline,
-        )
 
     async def prepare(self) -> None:
         """Wait for the workers to start, and load the model."""
         config = self._config
-        self._workers = WorkerGroup(
-            worker_class(config), self._ranks, name=ROLE, format_death=self._format_death
-        )
+        self._workers = WorkerGroup(Worker, self._ranks, name=ROLE, format_death=self._format_death)
         with self._publisher.waits.waiting("its ranks to start", self._names):
             await self._workers.watch()
+            await self._workers.load_methods()
         host, port = await self._call("address")
         await self._call("setup", host, port)
         if config.transport == "collective":
@@ -201,7 +192,7 @@ class RayTrainBackend(TrainEngineWrapper):
         """Publish the weights, and commit the version."""
         # The parts before the commit, which says that all of them were dispatched.
         await self._call("upload_state_dict", self._step)
-        await to_thread.run_sync(self._synchronizer.commit, self._step, metrics)
+        commit_version(self._publisher, self._step, metrics)
 
     async def sync_weight_nccl(self, metrics: dict[str, float] | None = None) -> None:
         """Send the weights through the collective group, and commit the version.
@@ -219,7 +210,7 @@ class RayTrainBackend(TrainEngineWrapper):
                 logger.warning("step %d: sends the weights again: %s", self._step, error)
                 # For one explorer at least: this process does not know how many are left.
                 await self._call("setup_weight_sync_group", 1)
-        await to_thread.run_sync(self._synchronizer.commit, self._step, metrics)
+        commit_version(self._publisher, self._step, metrics)
 
     async def get_weight_sync_info(self) -> WeightSyncAddress | None:
         """Return address, port and tensors for the collective group; None without a group."""
@@ -267,7 +258,6 @@ class RayTrainBackend(TrainEngineWrapper):
             # After shutdown(), which waits for background saves.
             self._workers.kill()
             self._workers = None
-        self._synchronizer.close()
         try:
             await to_thread.run_sync(self._publisher.close)
         finally:

@@ -15,6 +15,7 @@ from trinity_events.errors import TrinityError
 from trinity_events.system.error_text import shorten
 
 from ..config.train_config import RunConfig
+from ..storage.sealed_folders import has_weights
 
 _FIRST_OF_WORKERS = (0, 8)
 """First version of veRL with the engines that Trinity-RFT's present workers drive."""
@@ -46,8 +47,6 @@ def get_latest_hf_checkpoint_path(config: RunConfig) -> str | None:
     Raises:
         BadIterationFile: The file holds no step.
     """
-    from ..engines.model_folder import has_weights  # imports torch
-
     root = config.checkpoint_folder
     iteration_file = root / ITERATION_FILES["checkpoint"]
     try:

@@ -23,7 +23,7 @@ from trinity_events.server import connect
 from trinity_events.weights import Publication, PublishedPartReport
 from trinity_schemas import RunTransport
 
-from ..runtime.collectives import CollectiveBroken
+from ..runtime.collective_errors import CollectiveBroken
 from .settings import Settings
 from .streaming import Take, Weights, drain
 from .thread import OneThread

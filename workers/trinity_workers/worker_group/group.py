@@ -14,11 +14,11 @@ from typing_extensions import deprecated
 from trinity_events.errors import DeadlineExceeded, TrinityError
 from trinity_schemas import Process
 
-from ..runtime.collectives import CollectiveBroken
+from ..runtime.collective_errors import CollectiveBroken
 from ..runtime.process_exit import ExitWatch, format_process
 from .dispatch import Dealt, Dispatch, deal
 from .ranks import NOWHERE, RankTable
-from .registered import Registered, registered_methods
+from .registered import Registered, make_method_table
 from .wire import pack, unpack
 
 DEATH_KNOWN = 5.0
@@ -81,7 +81,8 @@ class WorkerGroup:
     In an event loop ``await group.call("update_actor", batch)`` waits without blocking the loop.
 
     Args:
-        kind: Class of the workers, with methods marked by :func:`.registered.register`.
+        kind: Class of the workers, with methods marked by :func:`.registered.register`; or a base
+            of it, where :meth:`load_methods` receives the methods of the class.
         workers: Handles of the actors, by rank.
         name: Role of the workers, which errors name as ``actor-1``.
         format_death: Returns the words after a worker's name in errors, from the name of a method.
@@ -98,8 +99,7 @@ class WorkerGroup:
         timeout: float | None = None,
     ) -> None:
         self.workers = list(workers)
-        self._methods = registered_methods(kind)
-        self._kind = kind
+        self._methods = make_method_table(kind)
         self._name = name
         self._format_death = format_death
         self._timeout = timeout
@@ -116,6 +116,13 @@ class WorkerGroup:
         self._processes = await self.call("process")
         for process in self._processes:
             self._deaths.watch(process)
+
+    async def load_methods(self) -> None:
+        """Replace the methods of the group's class by those that rank 0 reports of its own.
+
+        The caller then needs no libraries of its workers. Their class is derived from `Worker`.
+        """
+        self._methods = await self.call("method_table")
 
     async def call(self, method: str, /, *args: Any, **options: Any) -> Any:
         """Call a registered method, and return its result.
@@ -156,9 +163,9 @@ class WorkerGroup:
 
     def _get_registered(self, method: str) -> Registered:
         try:
-            return self._methods[method]
+            return self._methods.methods[method]
         except KeyError:
-            raise UnknownMethod(self._kind.__name__, method) from None
+            raise UnknownMethod(self._methods.kind, method) from None
 
     async def _find_places(self, mode: Dispatch) -> None:
         """Request the places of all ranks, once, for a mode that deals out by them."""

@@ -51,6 +51,20 @@ def register(
     return mark
 
 
+class MethodTable(NamedTuple):
+    """Methods of workers that a group may call."""
+
+    kind: str
+    """Class of the workers."""
+    methods: dict[str, Registered]
+    """Registered methods by name."""
+
+
+def make_method_table(kind: type) -> MethodTable:
+    """Return the table of a class of workers."""
+    return MethodTable(kind.__name__, registered_methods(kind))
+
+
 def registered_methods(kind: type) -> dict[str, Registered]:
     """Return the registered methods of a class by name.
 

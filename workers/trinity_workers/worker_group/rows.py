@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import singledispatch
 from itertools import chain
-from typing import Any, ClassVar, Literal, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from trinity_events.errors import TrinityError
 from trinity_schemas import ExperienceHeader
 
-from ..algorithms.batch import Batch, concatenate
 from ..algorithms.partition import balance, places
+from .value_kinds import is_batch, is_data_proto, is_tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..algorithms.batch import Batch
 
 
 class UnknownRows(TrinityError):
@@ -72,7 +73,7 @@ def split_rows(value: Any, shares: int) -> Divided:
     Raises:
         UnknownRows: if the value is neither a batch, nor a list, nor a `DataProto` of veRL.
     """
-    if isinstance(value, Batch):
+    if is_batch(value):
         return Divided(value.equal_parts(shares), _deal_in_order(len(value), shares))
     if isinstance(value, list | tuple):
         if is_groups(value):
@@ -124,20 +125,24 @@ def join_rows(answers: Sequence[Any], dealing: Dealing) -> Any:
         UnknownRows: if answers have another number of rows.
     """
     first = answers[0]
+    if is_tensor(first):
+        return _join_tensors(answers, dealing) if first.ndim else first
+    if is_batch(first):
+        return _join_batches(answers, dealing)
     if is_data_proto(first):
         return _join_data_proto(answers, dealing)
-    return _join(first, answers, dealing)
-
-
-@singledispatch
-def _join(first: Any, answers: Sequence[Any], dealing: Dealing) -> Any:
+    if isinstance(first, list):
+        whole = list(chain.from_iterable(answers))
+        _check(len(whole), dealing)
+        return [whole[place] for place in dealing.places]
+    if isinstance(first, Mapping):
+        return {name: join_rows([answer[name] for answer in answers], dealing) for name in first}
     return first
 
 
-@_join.register
-def _(first: Tensor, answers: Sequence[Tensor], dealing: Dealing) -> Tensor:
-    if not first.ndim:
-        return first
+def _join_tensors(answers: Sequence[Tensor], dealing: Dealing) -> Tensor:
+    import torch
+
     whole = torch.cat(list(answers))  # (total rows, ...)
     _check(len(whole), dealing)
     if dealing.is_in_order:
@@ -145,29 +150,14 @@ def _(first: Tensor, answers: Sequence[Tensor], dealing: Dealing) -> Tensor:
     return whole[torch.tensor(dealing.places, dtype=torch.int64, device=whole.device)]
 
 
-@_join.register
-def _(first: Batch, answers: Sequence[Batch], dealing: Dealing) -> Batch:
+def _join_batches(answers: Sequence[Batch], dealing: Dealing) -> Batch:
+    from ..algorithms.batch import concatenate
+
     whole = concatenate(answers)
     _check(len(whole), dealing)
     if dealing.is_in_order:
         return whole.rows(0, dealing.rows)
     return whole.select(dealing.places)
-
-
-@_join.register
-def _(first: list, answers: Sequence[list[Any]], dealing: Dealing) -> list[Any]:  # type: ignore[type-arg]
-    whole = list(chain.from_iterable(answers))
-    _check(len(whole), dealing)
-    return [whole[place] for place in dealing.places]
-
-
-@_join.register
-def _(
-    first: Mapping,  # type: ignore[type-arg]
-    answers: Sequence[Mapping[str, Any]],
-    dealing: Dealing,
-) -> dict[str, Any]:
-    return {name: join_rows([answer[name] for answer in answers], dealing) for name in first}
 
 
 def _join_data_proto(answers: Sequence[Any], dealing: Dealing) -> Any:
@@ -183,12 +173,3 @@ def _join_data_proto(answers: Sequence[Any], dealing: Dealing) -> Any:
 def _check(rows: int, dealing: Dealing) -> None:
     if rows != dealing.total:
         raise UnknownRows("answers", answered=rows, dealt=dealing.total, requested=dealing.rows)
-
-
-def is_data_proto(value: Any) -> bool:
-    """Return True for a `DataProto` of veRL."""
-    # By name, so that veRL is imported only where it is used.
-    return any(
-        (base.__module__, base.__name__) == ("verl.protocol", "DataProto")
-        for base in type(value).__mro__
-    )

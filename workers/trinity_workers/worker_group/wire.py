@@ -8,17 +8,18 @@ References to samples travel as they are: their ranks load the tokens.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
-import torch
-from torch import Tensor
 
 from trinity_schemas import Experience, ExperienceReference, share_prompts
 
-from ..algorithms.batch import Batch
 from .rows import is_groups
+from .value_kinds import is_batch, is_tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class _Packed(NamedTuple):
@@ -49,13 +50,10 @@ class _PackedBatch(NamedTuple):
 
 def pack(value: Any) -> Any:
     """Return a value to send; tensors come back on the CPU."""
-    if isinstance(value, Tensor):
-        whole = value.detach().cpu().contiguous()
-        # NumPy has no bfloat16.
-        array = whole if whole.dtype != torch.bfloat16 else whole.view(torch.int16)
-        return _Packed(array.numpy(), str(value.dtype).removeprefix("torch."))
-    if isinstance(value, Batch):
-        return _PackedBatch({name: pack(tensor) for name, tensor in value.known().items()})
+    if is_tensor(value):
+        return _pack_tensor(value)
+    if is_batch(value):
+        return _PackedBatch({name: _pack_tensor(tensor) for name, tensor in value.known().items()})
     # Exactly dict: a subclass would come back as a plain one.
     if type(value) is dict:
         return {name: pack(item) for name, item in value.items()}
@@ -72,10 +70,11 @@ def pack(value: Any) -> Any:
 def unpack(value: Any) -> Any:
     """Return the value of which :func:`pack` made this; tensors have memory of their own."""
     if isinstance(value, _Packed):
-        # A copy: arrays in Ray's object store are read-only, and tensors are written to.
-        return torch.from_numpy(value.array.copy()).view(getattr(torch, value.dtype))
+        return _unpack_tensor(value)
     if isinstance(value, _PackedBatch):
-        return Batch(**{name: unpack(field) for name, field in value.fields.items()})
+        from ..algorithms.batch import Batch
+
+        return Batch(**{name: _unpack_tensor(field) for name, field in value.fields.items()})
     if isinstance(value, _PackedGroups):
         rows = _groups.decode(value.payload)
         return [
@@ -85,6 +84,22 @@ def unpack(value: Any) -> Any:
     if type(value) is dict:
         return {name: unpack(item) for name, item in value.items()}
     return value
+
+
+def _pack_tensor(tensor: Tensor) -> _Packed:
+    import torch
+
+    whole = tensor.detach().cpu().contiguous()
+    # NumPy has no bfloat16.
+    array = whole if whole.dtype != torch.bfloat16 else whole.view(torch.int16)
+    return _Packed(array.numpy(), str(tensor.dtype).removeprefix("torch."))
+
+
+def _unpack_tensor(packed: _Packed) -> Tensor:
+    import torch
+
+    # A copy: arrays in Ray's object store are read-only, and tensors are written to.
+    return torch.from_numpy(packed.array.copy()).view(getattr(torch, packed.dtype))
 
 
 def _with_prompts(group: list[Experience]) -> list[Experience]:

@@ -9,7 +9,7 @@ from trinity_schemas import Process
 
 from .dispatch import Dispatch
 from .ranks import DistRankInfo
-from .registered import register
+from .registered import MethodTable, make_method_table, register
 from .wire import pack, unpack
 
 
@@ -34,6 +34,11 @@ class Worker:
     def process(self) -> Process:
         """Return the process that the worker runs in."""
         return this_process()
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def method_table(self) -> MethodTable:
+        """Return the registered methods of the worker, whose class its caller need not import."""
+        return make_method_table(type(self))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rank_info(self) -> DistRankInfo:

@@ -14,10 +14,10 @@ from trinity_events.checkpoints.layout import MODEL_FOLDER
 from trinity_events.coordinator import PlannedSave
 
 from ...runtime.collectives import together
+from ...storage.sealed_folders import has_weights
 from ..adamw import AdamWOptions, apply_adamw_options
 from ..base import CheckpointedEngine, LocalShard
 from ..learning_rate import LearningRate, as_learning_rate
-from ..model_folder import has_weights
 from ..model_memory import Part, holding
 from . import checkpoint
 from .checkpoint_errors import OtherOptimizer

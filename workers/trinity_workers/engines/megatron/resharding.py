@@ -20,7 +20,8 @@ from torch.distributed import distributed_c10d
 from trinity_events.errors import IncompatibleWeights
 from trinity_events.weights.slices import CoverageFault, TensorSlice, coverage_error, intersection
 
-from ...runtime.collectives import CollectiveBroken, gather_bytes, raise_together
+from ...runtime.collective_errors import CollectiveBroken
+from ...runtime.collectives import gather_bytes, raise_together
 from .parameter_slices import ParameterSlice
 
 _c10d: Any = distributed_c10d  # its private functions have no annotations
