@@ -144,6 +144,13 @@ def save(rank, folder, step):
     publisher.close()
 
 
+def saved_model(rank, folder):
+    """Return the Hugging Face folder of a checkpoint, which moved between veRL 0.8.0 and 0.9.1."""
+    from verl.utils.megatron_utils import get_hf_model_checkpoint_path
+
+    return get_hf_model_checkpoint_path(str(folder))
+
+
 @contextmanager
 def children_allowed():
     """Let a daemon process have children in the block: megatron-core writes in some of them."""
@@ -230,7 +237,7 @@ async def test_on_the_double_it_trains_publishes_saves_and_loads(
     await in_thread(ranks, save, folder, 1)
     events = [decode_envelope(entry.payload).event for entry in await log.read()]
     assert sum(isinstance(event, SaveFinished) for event in events) == 1
-    saved = AutoModelForCausalLM.from_pretrained(folder / "model" / "huggingface")
+    saved = AutoModelForCausalLM.from_pretrained((await in_thread(ranks, saved_model, folder))[0])
     assert_equal(dict(sorted(saved.bfloat16().named_parameters())), trained)
 
     first = await in_thread(ranks, take_step)
