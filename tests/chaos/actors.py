@@ -41,6 +41,7 @@ from trinity_schemas import (
 from .plan import (
     FAILS_ONCE,
     LEASE,
+    PATIENCE,
     RUN,
     STEPS,
     STRATEGY,
@@ -54,7 +55,6 @@ from .plan import (
 )
 
 DIGEST = "sha256:" + "0" * 64
-PATIENCE = 60.0
 CLAIM_AFTER = 0.5
 LOOK_EVERY = 0.005
 SAVE_SECONDS = 0.03

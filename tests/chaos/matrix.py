@@ -21,12 +21,11 @@ from .boundaries import (
     sender,
 )
 from .pipeline import Pipeline
-from .plan import STEPS, kinds_of
+from .plan import PATIENCE, STEPS, kinds_of
 from .scenarios import Scenario
 
 VICTIMS = ("worker", "trainer", "reducer", "explorer", "group", "server")
 PLACES: tuple[Place, ...] = ("before", "after")
-DEADLINE = 30.0
 
 
 class First(NamedTuple):
@@ -119,7 +118,7 @@ def run_with(
     disturb: Callable[[Pipeline], list[str] | None],
     expected: outcome.Ready,
     options: dict[str, Any],
-    deadline: float = DEADLINE,
+    deadline: float = PATIENCE,
 ) -> Result:
     """As :func:`run`, for any disturbance; it starts the pipeline, and says what went wrong."""
     began = time.monotonic()

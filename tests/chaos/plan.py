@@ -15,6 +15,8 @@ LEASE = 1.0
 """Seconds of silence after which a worker is taken for dead."""
 TURN_DEADLINE = 2.0
 """After which a worker asks again, or finds out that its epoch is over."""
+PATIENCE = 60.0
+"""Maximum seconds of a wait. A run takes four on a quiet machine, and forty on a busy one."""
 FAILS_ONCE = (2, "checkpoint", 1)
 """Step, kind and rank of a save whose first attempt finds the disk full."""
 

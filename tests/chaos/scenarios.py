@@ -21,9 +21,7 @@ from trinity_schemas import (
 from .boundaries import Nth, boundaries, save_is_under_way, sender
 from .outcome import heard
 from .pipeline import Pipeline
-from .plan import RUN
-
-PATIENCE = 20.0
+from .plan import PATIENCE, RUN
 
 
 class Scenario(NamedTuple):
