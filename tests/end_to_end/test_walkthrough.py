@@ -158,16 +158,20 @@ def test_the_dashboard_shows_it_live_and_why_it_failed_and_the_state_just_before
 
 
 def test_bisect_finds_the_event_that_closed_it_and_a_step_back_shows_it_open(killed, cli):
-    result = json.loads(cli("bisect", killed.run_id, "closed == 'failed'", "--json").stdout)
+    def read(*command):
+        shown = cli(*command, "--json")
+        assert shown.returncode == 0, shown.stderr
+        return [json.loads(line) for line in shown.stdout.splitlines()]
+
+    [result] = read("bisect", killed.run_id, "closed == 'failed'")
     assert result["found"]["id"] == killed.closing
-    changed = cli(
-        *("replay", killed.run_id, "--step", "--json", "--until", killed.closing),
+    *_, before, closing = read(
+        *("replay", killed.run_id, "--step", "--until", killed.closing),
         *("--from", str(killed.summary["newest_checkpoint"]["step"])),
     )
-    *_, before, closing = map(json.loads, changed.stdout.splitlines())
     assert closing["id"] == killed.closing
     assert {"closed", "closed_error"} <= {change["path"] for change in closing["changes"]}
-    between = json.loads(cli("diff", killed.run_id, before["id"], killed.closing, "--json").stdout)
+    [between] = read("diff", killed.run_id, before["id"], killed.closing)
     [change] = [difference for difference in between["changes"] if difference["path"] == "closed"]
     assert change["after"] == "failed"
 
