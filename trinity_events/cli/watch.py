@@ -76,7 +76,12 @@ def _exit_with_terminal(screen: WatchApp) -> None:
     """
     terminal = select.poll()
     terminal.register(sys.stdin.fileno(), 0)  # a hang-up is reported whatever is asked for
+    outputs = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
     terminal.poll()
+    # What is written from now on would fail, at last the interpreter's own flush (status 120).
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in outputs:
+        os.dup2(nowhere, descriptor)
     # SIGHUP may have ended the view in the middle of a step that does not survive it. Nothing is
     # lost: the command only reads, and no terminal is left to be restored.
     end = Timer(_ENDS_WITHIN, os._exit, (128 + signal.SIGHUP,))
