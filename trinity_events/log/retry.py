@@ -66,6 +66,13 @@ def is_transient(error: BaseException) -> bool:
     return isinstance(error, redis.ResponseError) and str(error).startswith(_PASSING)
 
 
+def draw_delay(span: float) -> float:
+    """Return random seconds to wait, at most a span."""
+    # Full jitter: each delay is drawn from the whole span (AWS Architecture Blog, "Exponential
+    # Backoff And Jitter").
+    return JITTER.uniform(0, span)
+
+
 def backoff_delays(most: float) -> Iterator[float]:
     """Yield the seconds to wait before each further attempt, without end.
 
@@ -74,9 +81,7 @@ def backoff_delays(most: float) -> Iterator[float]:
     """
     span = min(_SHORTEST, most)
     while True:
-        # Full jitter: each delay is drawn from the whole span (AWS Architecture Blog, "Exponential
-        # Backoff And Jitter").
-        yield JITTER.uniform(0, span)
+        yield draw_delay(span)
         span = min(2 * span, most)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from redis.backoff import AbstractBackoff, NoBackoff
 from redis.retry import Retry
 
 from ..errors import InvalidUrl
-from ..log.retry import JITTER
+from ..log.retry import draw_delay
 from .url import ServerUrl, redacted
 
 SOCKET_DEADLINE = 10.0
@@ -31,17 +30,13 @@ _MOVED: dict[str, Any] = {"retry_on_error": [redis.ReadOnlyError]}
 reach the new primary, if its address moved. Clients of a cluster find the primary themselves."""
 
 
-@dataclass(frozen=True)
 class _Backoff(AbstractBackoff):
-    """Delays with full jitter, which redis-py's classes draw from the global generator."""
-
-    # With six attempts about two seconds in all; longer outages are for the callers' deadlines.
-    base: float = 0.02
-    longest: float = 1.0
+    """Delays between a client's attempts; redis-py's classes draw from the global generator."""
 
     def compute(self, failures: int) -> float:
         """Return the seconds to wait before the next attempt."""
-        return JITTER.uniform(0, min(self.base * 2**failures, self.longest))
+        # At most about two seconds in all; longer outages are for the callers' deadlines.
+        return draw_delay(min(0.02 * 2**failures, 1.0))
 
 
 class _Cluster(redis.cluster.RedisCluster):
